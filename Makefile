@@ -1,0 +1,72 @@
+# make demo    set up, run the gates, train the demo (no GPU needed)
+# make test    set up, run every test that this machine can run, on both supported versions of megatron-core
+# make lint    ruff
+# PYTHON=...   the interpreter to build the environment with (3.11 or later)
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CONSTRAINTS := requirements/constraints.txt
+# Each process of a test computes on one core: two of them side by side are faster than one on two cores.
+export OMP_NUM_THREADS ?= 1
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help demo gates test test-core test-mcore test-py312 lint clean
+help:
+	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
+
+demo: $(VENV)/run.stamp
+	$(PY) -m launch demo
+
+gates: $(VENV)/run.stamp
+	$(PY) -m gates
+
+test: test-core test-mcore test-py312
+
+test-core: $(VENV)/test.stamp
+	$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+# The version of megatron-core that the environment does not have, from its wheel. The newer one asks for Python 3.12
+# only for megatron.training: megatron.core is unpacked and put in front, and runs under 3.11 as well.
+test-mcore: $(VENV)/test.stamp $(VENV)/mcore.stamp
+	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PY) -m pytest -n $(JOBS) -m megatron $(PYTEST_ARGS)
+
+# megatron-core 0.19 where it belongs, with megatron.training: an environment of its own, where there is a python3.12.
+PYTHON312 ?= $(shell for p in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
+	$$p -c '' 2>/dev/null && command -v $$p && break; done)
+test-py312: $(VENV)/test.stamp
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	    echo "test-py312: $(VENV) is Python 3.12 or later, with megatron-core 0.19: nothing left to run"; \
+	elif [ -z "$(PYTHON312)" ]; then \
+	    echo "test-py312: NOT RUN, no python3.12 on this machine (PYTHON312=... names one): megatron.training was not tested"; \
+	else $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON=$(PYTHON312) test-megatron; fi
+
+.PHONY: test-megatron
+test-megatron: $(VENV)/test.stamp
+	$(PY) -m pytest -n $(JOBS) -m megatron $(PYTEST_ARGS)
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+$(VENV)/run.stamp: setup.py pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 2; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[launch]'
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/run.stamp
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[launch,test]'
+	touch $@
+
+$(VENV)/mcore.stamp: $(VENV)/run.stamp
+	rm -rf $(VENV)/mcore
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then version=0.19.2; else version=0.16.1; fi; set -x; \
+	$(PY) -m pip install --quiet --target $(VENV)/mcore --no-deps --only-binary=:all: --python-version 3.12 \
+	    --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 megatron-core==$$version
+	touch $@
+
+clean:
+	rm -rf .venv .venv-py312 .gates build *.egg-info

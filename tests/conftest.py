@@ -1,0 +1,51 @@
+"""What every test shares: the interpreter for Triton where there is no GPU, and markers by folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = torch.cuda.is_available()
+
+# Triton reads it once, when it is imported; the kernels' tests then run them interpreted.
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+# For the processes that tests start: they share the machine's cores with each other and with this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# They run from other folders, and import launch and gates, which are not installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+
+MEGATRON = ("megatron", "gates", "launch", "resume", "checkpoint")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark by folder and name; a GPU's tests are taken out, and counted in the summary, where there is no GPU."""
+    left_out = []
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        if folder in ("gpu", "distributed"):
+            item.add_marker(folder)
+        if any(name in item.path.stem for name in MEGATRON):
+            item.add_marker("megatron")
+        if "gpu" in item.keywords and not GPU:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    import importlib.metadata as metadata
+
+    names = ("torch", "triton", "megatron-core")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    terminalreporter.section("machine")
+    terminalreporter.line(f"{versions}; {torch.cuda.device_count()} GPUs")
+    if not GPU:
+        terminalreporter.line("NOT RUN: tests marked gpu (tests/gpu), because this machine has no CUDA device")
