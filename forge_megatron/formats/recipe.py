@@ -1,0 +1,65 @@
+"""Named pairs of a state format and a weight store."""
+
+from __future__ import annotations
+
+import torch
+
+from .state import StateFormat, state_format
+from .store import WeightStore, weight_store
+
+#: recipe -> (state format, weight store). A comparison is only ever drawn within one recipe.
+RECIPES = {
+    "fp32-state": ("fp32", "nearest"),
+    "bf16-state": ("bf16", "nearest"),
+    "fp32-master": ("fp32", "master"),
+    "sr-store": ("bf16", "stochastic"),
+    "int8": ("int8", "nearest"),
+    "fp8": ("fp8", "nearest"),
+    "fp8-weight": ("bf16", "fp8"),
+}
+
+
+def resolve_recipe(
+    dtype: torch.dtype,
+    recipe: str | None = None,
+    *,
+    state_format: str | None = None,
+    weight_store: str | None = None,
+) -> tuple[StateFormat, WeightStore]:
+    """Return the formats of a weight of ``dtype``.
+
+    With nothing given, states have the parameter's dtype and the store is ``nearest``. fp16 is the
+    exception: its states are fp32, because a second moment under 6e-8 is zero in fp16 and the
+    update then divides by ``eps`` alone.
+
+    Args:
+        dtype: the parameter's dtype, a floating-point one.
+        recipe: a key of :data:`RECIPES`.
+        state_format: overrides the default state format; not together with ``recipe``.
+        weight_store: overrides the default store; not together with ``recipe``.
+
+    Raises:
+        NotImplementedError: the recipe or format is specified and not built.
+        TypeError: ``dtype`` is not one that weights can have.
+        ValueError: an unknown name, or ``recipe`` beside one of its parts.
+    """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"a weight of dtype {dtype} has no recipe; use float32, bfloat16, float16")
+    if recipe is None:
+        default = "bf16" if dtype is torch.bfloat16 else "fp32"
+        return _pair(state_format or default, weight_store or "nearest")
+    if state_format is not None or weight_store is not None:
+        raise ValueError(
+            f"recipe={recipe!r} already names a state format and a weight store; "
+            f"give recipe, or state_format={state_format!r} and weight_store={weight_store!r}"
+        )
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; use one of: {', '.join(RECIPES)}")
+    try:
+        return _pair(*RECIPES[recipe])
+    except NotImplementedError as missing:
+        raise NotImplementedError(f"recipe={recipe!r} is not built: {missing}") from None
+
+
+def _pair(state: str, store: str) -> tuple[StateFormat, WeightStore]:
+    return state_format(state), weight_store(store)

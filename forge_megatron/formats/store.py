@@ -1,0 +1,49 @@
+"""How a weight lies in memory between two steps, and what a step rounds it to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class WeightStore:
+    """A weight store.
+
+    Attributes:
+        name: its name in recipes and in ``weight_store=``.
+        master: whether an fp32 copy is stepped and the weight is that copy, rounded to nearest
+            even. Without it the weight itself is stepped, in fp32, and rounded back.
+    """
+
+    name: str
+    master: bool
+
+    def allocate(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the master copy of ``weight``, or None where the weight is its own master."""
+        if not self.master or weight.dtype is torch.float32:
+            return None
+        return weight.detach().to(torch.float32)
+
+
+_STORES = {
+    "nearest": WeightStore("nearest", master=False),
+    "master": WeightStore("master", master=True),
+}
+_NOT_BUILT = ("stochastic", "fp8")
+
+
+def weight_store(name: str) -> WeightStore:
+    """Return the weight store called ``name``.
+
+    Raises:
+        NotImplementedError: it is specified and not built.
+        ValueError: there is no such store.
+    """
+    if name in _STORES:
+        return _STORES[name]
+    choices = ", ".join(_STORES)
+    if name in _NOT_BUILT:
+        raise NotImplementedError(f"weight_store={name!r} is not built; use one of: {choices}")
+    raise ValueError(f"weight_store={name!r} is unknown; use one of: {choices}")

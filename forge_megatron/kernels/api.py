@@ -1,0 +1,150 @@
+"""The kernels' entrance: checks, then one backend.
+
+Throughout, ``G = multiplier * (sum of dY^T X over the segments + accumulator)``. Everything
+between the GEMM's accumulator and the stores is fp32, with one rounding to nearest even at each
+store. A coordinate whose ``G`` is not finite keeps its weight, master and states, bit for bit.
+Without segments and accumulator ``G`` is 0, and the rule's gradient-free part still applies.
+
+Nothing here records autograd history, bumps a version counter or synchronises with the device:
+``torch.autograd.graph.increment_version`` is the caller's, once a weight and step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .backend import resolve_backend
+from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot
+
+
+@torch.no_grad()
+def wgrad_step(
+    slot: Slot,
+    segments: Sequence[Segment],
+    *,
+    accumulator: Tensor | None = None,
+    multiplier: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Form the weight gradient tile by tile and step each tile where it was formed.
+
+    Args:
+        slot: an ``[O, I]`` weight, updated in place; ``slot.norm_sq`` receives the sum of squares
+            of the gradient, before the multiplier.
+        segments: ``(dY [T, O], X [T, I])`` of each use; fp32, bf16 or fp16, any strides, T >= 0.
+        accumulator: fp32 or bf16 ``[O, I]``, a gradient that was summed before; only read.
+        multiplier: 0-dim fp32 tensor on the weight's device.
+        backend: see :func:`resolve_backend`.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit, named; nothing has changed then.
+    """
+    weight = slot.weight
+    chosen = resolve_backend(weight.device, backend)
+    check_slot(slot)
+    if weight.dim() != 2:
+        raise ValueError(f"{slot.name}: shape {list(weight.shape)}; a weight gradient is [O, I]")
+    check_segments(slot.name, segments, weight.shape, weight.device)
+    check_multiplier(slot.name, multiplier, weight.device)
+    if accumulator is not None:
+        check_accumulator(slot.name, accumulator, weight.shape, weight.device)
+    _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+
+
+@torch.no_grad()
+def wgrad_norm_sq(
+    segments: Sequence[Segment],
+    out: Tensor,
+    *,
+    accumulator: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Write the sum of squares of ``G`` to ``out``, a 0-dim fp32 or fp64 tensor.
+
+    On Triton ``G`` exists one tile at a time.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit; ``out`` has not changed then.
+    """
+    chosen = resolve_backend(out.device, backend)
+    if out.dim() != 0 or out.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}; give a 0-dim fp32 or fp64 tensor")
+    shape = _gradient_shape(segments, accumulator)
+    check_segments("wgrad_norm_sq", segments, shape, out.device)
+    if accumulator is not None:
+        check_accumulator("wgrad_norm_sq", accumulator, shape, out.device)
+    _module(chosen, "wgrad").wgrad_norm_sq(segments, out, accumulator)
+
+
+@torch.no_grad()
+def wgrad_accumulate(
+    segments: Sequence[Segment], accumulator: Tensor, *, backend: str = "auto"
+) -> None:
+    """Add the sum of ``dY^T X`` to ``accumulator``, fp32 or bf16 ``[O, I]``, rounding once.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit; ``accumulator`` has not changed then.
+    """
+    chosen = resolve_backend(accumulator.device, backend)
+    check_accumulator("wgrad_accumulate", accumulator, accumulator.shape, accumulator.device)
+    if accumulator.dim() != 2:
+        raise ValueError(f"the accumulator is {list(accumulator.shape)}; it must be [O, I]")
+    check_segments("wgrad_accumulate", segments, accumulator.shape, accumulator.device)
+    if segments:
+        _module(chosen, "wgrad").wgrad_accumulate(segments, accumulator)
+
+
+@torch.no_grad()
+def step(
+    slots: Sequence[Slot],
+    grads: Sequence[Tensor],
+    *,
+    multiplier: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Step many weights of any shapes from gradients that are in memory.
+
+    On Triton it is one launch for all slots that share a rule and dtypes.
+
+    Args:
+        slots: distinct weights, all on one device.
+        grads: fp32, bf16 or fp16, each of its weight's shape; any strides.
+        multiplier: 0-dim fp32 tensor on the weights' device.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit, named; no weight has changed then.
+    """
+    if len(slots) != len(grads):
+        raise ValueError(f"{len(slots)} slots and {len(grads)} gradients; give one for each")
+    if not slots:
+        return
+    device = slots[0].weight.device
+    chosen = resolve_backend(device, backend)
+    for slot, grad in zip(slots, grads, strict=True):
+        check_slot(slot)
+        if grad.shape != slot.weight.shape or {grad.device, slot.weight.device} != {device}:
+            raise ValueError(
+                f"{slot.name}: the gradient is {list(grad.shape)} on {grad.device}, the weight "
+                f"{list(slot.weight.shape)} on {slot.weight.device}; expected both on {device}"
+            )
+        if not grad.dtype.is_floating_point:
+            raise TypeError(f"{slot.name}: a gradient of dtype {grad.dtype} cannot be stepped")
+    check_multiplier(slots[0].name, multiplier, device)
+    _module(chosen, "step").step(slots, grads, multiplier)
+
+
+def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None):
+    if accumulator is not None:
+        return accumulator.shape
+    return torch.Size((segments[0][0].shape[-1], segments[0][1].shape[-1])) if segments else None
+
+
+def _module(backend: str, part: str) -> ModuleType:
+    # Triton is imported by its first use: importing this package must not need it.
+    name = "reference" if backend == "reference" else f"triton_{part}"
+    return importlib.import_module(f".{name}", __package__)

@@ -1,0 +1,118 @@
+"""The kernels in plain torch: what the CPU runs, and what the Triton kernels are judged against.
+
+The arithmetic is the rule's own function. The gradient exists for one block of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..formats import state_format_of
+from ..rules.bind import bind, torch_language
+from .slot import Segment, Slot
+
+#: Elements of the gradient that exist at once. Large enough for a full-speed GEMM, small enough
+#: that the rule's temporaries stay near the cache.
+BLOCK_ELEMENTS = 1 << 20
+
+
+def wgrad_step(slot, segments, accumulator, multiplier) -> None:
+    segments = _fp32_inputs(segments)
+    norm = None if slot.norm_sq is None else _zero_norm(slot.weight)
+    for rows in _row_blocks(slot.weight.shape):
+        grad = _wgrad(segments, accumulator, rows, slot.weight)
+        if norm is not None:
+            norm += _sum_of_squares(grad)
+        _apply(slot, rows, grad, multiplier)
+    if norm is not None:
+        slot.norm_sq.data.copy_(norm)
+
+
+def wgrad_norm_sq(segments, out, accumulator) -> None:
+    segments = _fp32_inputs(segments)
+    template = accumulator if accumulator is not None else _template(segments)
+    norm = _zero_norm(out)
+    if template is not None:
+        for rows in _row_blocks(template.shape):
+            norm += _sum_of_squares(_wgrad(segments, accumulator, rows, template))
+    out.data.copy_(norm)
+
+
+def wgrad_accumulate(segments, accumulator) -> None:
+    segments = _fp32_inputs(segments)
+    for rows in _row_blocks(accumulator.shape):
+        accumulator.data[rows] = _wgrad(segments, accumulator, rows, accumulator)
+
+
+def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
+    for slot, grad in zip(slots, grads, strict=True):
+        grad = grad.float()
+        if slot.norm_sq is not None:
+            slot.norm_sq.data.copy_(_sum_of_squares(grad))
+        _apply(slot, (), grad, multiplier)
+
+
+def _row_blocks(shape) -> Iterator[slice]:
+    rows, columns = shape
+    size = max(1, BLOCK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def _fp32_inputs(segments: Sequence[Segment]) -> list[Segment]:
+    return [(dy, x.float()) for dy, x in segments]
+
+
+def _template(segments: Sequence[Segment]) -> Tensor | None:
+    """A tensor of the gradient's shape that takes no memory."""
+    if not segments:
+        return None
+    dy, x = segments[0]
+    return dy.new_empty(()).expand(dy.shape[1], x.shape[1])
+
+
+def _wgrad(segments, accumulator, rows: slice, template: Tensor) -> Tensor:
+    """Rows of ``sum dY^T X + accumulator``, in fp32. X is fp32 already, dY is not."""
+    grad = None if accumulator is None else accumulator[rows].to(torch.float32, copy=True)
+    for dy, x in segments:
+        dy = dy[:, rows].float().t()
+        grad = dy @ x if grad is None else grad.addmm_(dy, x)
+    if grad is None:
+        grad = torch.zeros_like(template[rows], dtype=torch.float32)
+    return grad
+
+
+def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
+    """Step the coordinates ``rows`` of ``slot`` with ``grad``, which may be overwritten."""
+    rule = slot.rule
+    if multiplier is not None:
+        grad = grad * multiplier
+    # .data: the caller owns the version counters, and bumps each once a step.
+    weight = slot.weight.data[rows]
+    source = weight if slot.master is None else slot.master.data[rows]
+    states = [state.data[rows] for state in slot.states]
+    formats = [state_format_of(state) for state in states]
+    update = bind(rule.update, torch_language)
+    new_weight, new_states = update(
+        grad,
+        source.float(),
+        tuple(f.decode(s) for f, s in zip(formats, states, strict=True)),
+        slot.scalars.unbind(),
+    )
+    finite = torch.isfinite(grad)
+    for fmt, state, new in zip(formats, states, new_states, strict=True):
+        state.copy_(torch.where(finite, fmt.encode(new), state))
+    weight.copy_(torch.where(finite, new_weight.to(weight.dtype), weight))
+    if slot.master is not None:
+        source.copy_(torch.where(finite, new_weight, source))
+
+
+def _sum_of_squares(grad: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+
+
+def _zero_norm(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=like.device)

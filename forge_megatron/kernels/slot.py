@@ -1,0 +1,114 @@
+"""What one step of one weight reads and writes, and the checks before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..rules import Rule
+
+#: ``(dY [T, O], X [T, I])``: the factors of one use of a weight. Any strides; T may be 0.
+Segment = tuple[Tensor, Tensor]
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Slot:
+    """One weight, its optimizer state and its hyperparameters.
+
+    Attributes:
+        rule: the rule that steps it.
+        weight: fp32, bf16 or fp16; ``[O, I]`` for a weight gradient, any shape for ``step``.
+        states: one tensor a state of the rule, with the weight's shape.
+        scalars: fp32 ``[rule.n_scalars]`` on the weight's device: what ``rule.scalars`` returned.
+        master: fp32 copy that is stepped in the weight's place, with the weight's shape.
+        norm_sq: 0-dim fp32 tensor that receives the sum of squares of the gradient, before the
+            multiplier; None where it is not wanted.
+        name: what errors call the weight.
+    """
+
+    rule: Rule
+    weight: Tensor
+    states: tuple[Tensor, ...]
+    scalars: Tensor
+    master: Tensor | None = None
+    norm_sq: Tensor | None = None
+    name: str = "weight"
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the weight-shaped tensors that a step writes, named."""
+        named = [("weight", self.weight), *zip(self.rule.states, self.states, strict=True)]
+        return named if self.master is None else [*named, ("master", self.master)]
+
+
+def check_slot(slot: Slot) -> None:
+    """Raise ``ValueError`` or ``TypeError`` unless the slot's tensors belong together."""
+    weight = slot.weight
+    if len(slot.states) != len(slot.rule.states):
+        raise ValueError(
+            f"{slot.name}: {slot.rule.name} has the states {slot.rule.states}, "
+            f"got {len(slot.states)} tensors"
+        )
+    if weight.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"{slot.name}: a weight of dtype {weight.dtype} cannot be stepped")
+    for name, tensor in slot.tensors():
+        if tensor.shape != weight.shape or tensor.device != weight.device:
+            raise ValueError(
+                f"{slot.name}: {name} is {_describe(tensor)}, the weight is {_describe(weight)}"
+            )
+    if slot.master is not None and slot.master.dtype is not torch.float32:
+        raise TypeError(f"{slot.name}: the master is {slot.master.dtype}, it must be float32")
+    _check_fp32(slot.name, "scalars", slot.scalars, (slot.rule.n_scalars,), weight.device)
+    if slot.norm_sq is not None:
+        _check_fp32(slot.name, "norm_sq", slot.norm_sq, (), weight.device)
+
+
+def check_multiplier(name: str, multiplier: Tensor | None, device: torch.device) -> None:
+    """Raise unless ``multiplier`` is None or a 0-dim fp32 tensor on ``device``."""
+    if multiplier is not None:
+        _check_fp32(name, "multiplier", multiplier, (), device)
+
+
+def check_segments(
+    name: str, segments: Sequence[Segment], shape: torch.Size | None, device: torch.device
+) -> None:
+    """Raise ``ValueError`` unless every segment is ``dY [T, O], X [T, I]`` of one ``[O, I]``."""
+    for dy, x in segments:
+        if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"{name}: dY is {_describe(dy)} and X is {_describe(x)}; "
+                "flatten both to [tokens, features]"
+            )
+        produced = torch.Size((dy.shape[1], x.shape[1]))
+        if shape is not None and produced != shape:
+            raise ValueError(f"{name}: dY and X make {list(produced)}, expected {list(shape)}")
+        if dy.device != device or x.device != device:
+            raise ValueError(f"{name}: dY is on {dy.device} and X on {x.device}, expected {device}")
+        if dy.dtype not in WEIGHT_DTYPES or x.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16")
+
+
+def check_accumulator(name: str, accumulator: Tensor, shape, device: torch.device) -> None:
+    """Raise unless ``accumulator`` is fp32 or bf16 of ``shape`` on ``device``."""
+    if accumulator.shape != torch.Size(shape) or accumulator.device != device:
+        raise ValueError(
+            f"{name}: the accumulator is {_describe(accumulator)}, "
+            f"expected {list(shape)} on {device}"
+        )
+    if accumulator.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"{name}: the accumulator is {accumulator.dtype}; use float32 or bfloat16")
+
+
+def _check_fp32(owner: str, name: str, tensor: Tensor, shape: tuple, device) -> None:
+    if tensor.dtype is not torch.float32 or tensor.shape != shape or tensor.device != device:
+        raise ValueError(
+            f"{owner}: {name} is {_describe(tensor)}, expected {list(shape)} float32 on {device}"
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
