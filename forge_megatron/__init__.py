@@ -1,0 +1,13 @@
+"""FORGE: the optimizer step on each weight-gradient tile, in the registers that produced it.
+
+>>> import forge_megatron as forge
+>>> optimizer = forge.attach(model, "adamw", lr=1e-3)
+>>> loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+from forge_megatron.attach import attach, decay_groups
+from forge_megatron.optimizer import ForgeOptimizer
+
+__version__ = "0.1.0"
+
+__all__ = ["ForgeOptimizer", "__version__", "attach", "decay_groups"]

@@ -1,0 +1,101 @@
+"""The front door for a plain PyTorch model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from forge_megatron.linear.modules import fuse
+from forge_megatron.linear.ownership import reason_not_fused
+from forge_megatron.optimizer import ForgeOptimizer, named_groups
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None, **options) -> ForgeOptimizer:
+    """Makes the linear layers of ``model`` step their weights inside backward.
+
+    The model must already be on its device and in its dtype. Weights of linear layers are owned: their
+    ``.grad`` stays None. Every other parameter, and a weight that something reads without calling its
+    module, is stepped from ``.grad`` at ``step()`` by the same rule.
+
+    Args:
+        model: any module.
+        rule: a rule's name, ``"adamw"``.
+        params: parameters or groups as ``torch.optim`` takes them; default: every trainable parameter.
+        options: of :class:`ForgeOptimizer`; ``lr`` is required.
+
+    Returns:
+        The optimizer: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+
+    Raises:
+        ValueError: a parameter on the meta device, two parameters in the same memory, a bad value.
+        TypeError: a hyperparameter that the rule does not have.
+        NotImplementedError: an option that is not built yet.
+    """
+    names = {p: _unwrapped(name) for name, p in model.named_parameters()}
+    if params is None:
+        params = [p for p in names if p.requires_grad]
+    _warn_untied(model)
+    optimizer = ForgeOptimizer(named_groups(params, names), rule, **options)
+    try:
+        own_linears(model, optimizer)
+    except Exception:
+        optimizer.detach()
+        raise
+    return optimizer
+
+
+def own_linears(model: nn.Module, optimizer: ForgeOptimizer) -> None:
+    """Gives ``optimizer`` every linear weight of ``model`` that it can step, and the reason for the others."""
+    weights: dict[Tensor, tuple[str, list[nn.Module]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is None or weight not in optimizer.state:
+            continue
+        reason = reason_not_fused(module)
+        if reason is None:
+            weights.setdefault(weight, (_unwrapped(f"{name}.weight".lstrip(".")), []))[1].append(module)
+        elif isinstance(module, nn.Linear):
+            optimizer.reasons[weight] = reason
+    for weight, (name, modules) in weights.items():
+        if weight in optimizer.reasons or weight in optimizer.owned:
+            continue
+        optimizer.own(weight, name)
+        for module in modules:
+            fuse(module)
+        optimizer._modules.extend(modules)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups of the trainable parameters: matrices are decayed, biases, norms and other vectors are not.
+
+    Embeddings are matrices and are decayed.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [pair for pair in trainable if pair[1].dim() >= 2], "weight_decay": weight_decay},
+        {"params": [pair for pair in trainable if pair[1].dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _unwrapped(name: str) -> str:
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _warn_untied(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
+        return
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is not embedding.weight:
+        warnings.warn(
+            "config.tie_word_embeddings is set, but head and embedding are two parameters (a model that was "
+            "materialised from the meta device loses its ties); they are trained and saved as two. Call "
+            "model.tie_weights() before attach to tie them",
+            stacklevel=3,
+        )

@@ -1,0 +1,75 @@
+"""Which schedule a set of options asks for, or the reason why there is none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to a weight gradient between its backward and ``step()``.
+
+    Attributes:
+        waits: every owned weight's factors are kept to ``step()``.
+        micro_batches: backward passes that ``step()`` may close; None: any number.
+        clip_grad_norm: largest global gradient norm; None: no clipping.
+    """
+
+    waits: bool
+    micro_batches: int | None
+    clip_grad_norm: float | None
+
+
+def plan(
+    *,
+    accumulation_steps: int | None = 1,
+    clip_grad_norm: float | None = None,
+    waiting: bool = False,
+    skip: str = "flag",
+    process_group=None,
+    sharding: str = "none",
+) -> Plan:
+    """Checks the options of :func:`forge_megatron.attach` that decide when a weight is stepped.
+
+    Args:
+        accumulation_steps: micro-batches a step, at least 1; None: any number.
+        clip_grad_norm: a norm above 0; None and infinity mean no clipping.
+        waiting: keep every weight's factors although nothing else asks for it (a late scale).
+        skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state.
+        process_group: ranks that each hold a part of the tokens.
+        sharding: where weights and states live.
+
+    Raises:
+        ValueError: a value that has no meaning.
+        NotImplementedError: an option that is not built yet.
+    """
+    if process_group is not None:
+        raise NotImplementedError(
+            "process_group=: gradients that are partial over data-parallel ranks are not built yet; "
+            "train in one process, or tensor parallel with --use-forge"
+        )
+    if sharding != "none":
+        if sharding not in ("states", "full"):
+            raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
+        raise NotImplementedError(f"sharding={sharding!r} is not built yet; use sharding='none'")
+    if skip == "atomic":
+        raise NotImplementedError("skip='atomic' is not built yet; use skip='flag'")
+    if skip != "flag":
+        raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
+    if accumulation_steps is not None and (
+        isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
+    ):
+        raise ValueError(f"accumulation_steps={accumulation_steps!r}; give a whole number of at least 1")
+    clip = _clip(clip_grad_norm)
+    waits = waiting or clip is not None or accumulation_steps != 1
+    return Plan(waits, accumulation_steps, clip)
+
+
+def _clip(value) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value <= 0:
+        raise ValueError(f"clip_grad_norm={value!r}; give a number above 0, or None for no clipping")
+    return None if math.isinf(value) else float(value)

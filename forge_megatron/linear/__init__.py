@@ -1,0 +1,19 @@
+"""Linear layers whose weight gradient is handed to a sink instead of to ``.grad``."""
+
+from forge_megatron.linear.function import owned_linear
+from forge_megatron.linear.ledger import Ledger
+from forge_megatron.linear.modules import ForgeLinear
+from forge_megatron.linear.owned import OwnedWeight, Use, open_use, owner_of
+from forge_megatron.linear.sink import FusedStep, Sink
+
+__all__ = [
+    "ForgeLinear",
+    "FusedStep",
+    "Ledger",
+    "OwnedWeight",
+    "Sink",
+    "Use",
+    "open_use",
+    "owned_linear",
+    "owner_of",
+]

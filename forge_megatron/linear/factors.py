@@ -1,0 +1,95 @@
+"""The store of factors: a weight gradient that waits, kept as ``(dY, X)`` instead of ``dYᵀ X``.
+
+DESIGN section 4: when ``T (I + O) < I O`` keeping the factors is cheaper than keeping the gradient;
+several uses, or several micro-batches, are one longer token axis. Where the factors would outgrow an
+fp32 gradient they are folded into one accumulator, so that a waiting weight never holds more than that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One pair of factors, the versions they had, and the graph task that they belong to."""
+
+    dy: Tensor
+    x: Tensor
+    versions: tuple[int, int]
+    task: int
+
+    def nbytes(self) -> int:
+        return self.dy.numel() * self.dy.element_size() + self.x.numel() * self.x.element_size()
+
+
+def _own(tensor: Tensor, borrowed: bool) -> Tensor:
+    """A tensor that nobody overwrites: autograd's own are kept as they are, others are copied."""
+    storage = tensor.untyped_storage().nbytes()
+    view_of_much_more = storage > 2 * tensor.numel() * tensor.element_size()
+    return tensor.clone() if borrowed or view_of_much_more else tensor
+
+
+class Factors:
+    """The pending gradient of one weight ``[O, I]``: kept pairs and, if they grow too large, an accumulator."""
+
+    def __init__(self, weight: Tensor):
+        self._fp32_bytes = 4 * weight.numel()
+        self._shape = weight.shape
+        self.kept: list[Kept] = []
+        self.accumulator: Tensor | None = None
+        self.folded_tasks: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Something was delivered, be it of zero tokens."""
+        return bool(self.kept) or self.accumulator is not None
+
+    @property
+    def segments(self) -> list[tuple[Tensor, Tensor]]:
+        return [(pair.dy, pair.x) for pair in self.kept]
+
+    def nbytes(self) -> int:
+        held = sum(pair.nbytes() for pair in self.kept)
+        return held + (0 if self.accumulator is None else self._fp32_bytes)
+
+    def keep(self, dy: Tensor, x: Tensor, task: int, borrowed: bool) -> None:
+        x = _own(x, borrowed)
+        self.kept.append(Kept(dy, x, (dy._version, x._version), task))
+
+    def outgrown(self) -> bool:
+        """The pairs take more bytes than the fp32 gradient that they stand for."""
+        return sum(pair.nbytes() for pair in self.kept) > self._fp32_bytes
+
+    def fold(self, accumulate) -> None:
+        """Replaces the pairs by their sum in an fp32 ``[O, I]`` accumulator.
+
+        Args:
+            accumulate: ``accumulate(segments, accumulator)``, which adds ``Σ dYᵀ X``.
+        """
+        if self.accumulator is None:
+            device = self.kept[0].dy.device
+            self.accumulator = torch.zeros(self._shape, dtype=torch.float32, device=device)
+        accumulate(self.segments, self.accumulator)
+        self.folded_tasks.update(pair.task for pair in self.kept)
+        self.kept.clear()
+
+    def drop_task(self, task: int) -> None:
+        """Forgets the pairs of a backward that failed."""
+        self.kept = [pair for pair in self.kept if pair.task != task]
+
+    def expect_unchanged(self, name: str) -> None:
+        """Raises if a kept factor was overwritten in place after its backward."""
+        for pair in self.kept:
+            if (pair.dy._version, pair.x._version) != pair.versions:
+                raise RuntimeError(
+                    f"{name}: an activation or output gradient that waits for step() was modified in "
+                    "place after backward; call step() first, or write the next batch to another tensor"
+                )
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self.folded_tasks.clear()
+        self.accumulator = None

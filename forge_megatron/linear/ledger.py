@@ -1,0 +1,213 @@
+"""The book of one optimizer's owned weights: one pre-flight per graph task decides before anything changes.
+
+A *graph task* is one run of the autograd engine (a reentrant checkpoint nests one in another). A *window*
+is what lies between two ``step()`` calls. DESIGN section 2, rules 1 to 3.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forge_megatron.linear.owned import OwnedWeight, Use, in_backward
+from forge_megatron.linear.sink import Sink
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+# Backward runs in one thread a device; a model on several devices pre-flights once.
+_lock = threading.RLock()
+
+
+class Client(Protocol):
+    """What the pre-flight asks of the optimizer."""
+
+    def expect_ready(self) -> None:
+        """Raises if this backward could not be followed by an exact step; changes nothing."""
+
+    def before_updates(self) -> None:
+        """Writes the hyperparameters: this backward is about to update weights."""
+
+
+class Ledger:
+    """Decides, for every weight and graph task, whether it is updated now, waits, or is not asked for.
+
+    Args:
+        now: the sink of a gradient that is complete in this graph task.
+        later: the sink that keeps factors until ``step()``.
+        waits: every weight waits (clipping, accumulation, a late scale).
+        micro_batches: backward passes allowed between two steps; None: any number.
+        client: weakly held; told before a backward changes anything.
+    """
+
+    def __init__(self, now: Sink, later: Sink, *, waits: bool, micro_batches: int | None, client: Client):
+        self.now = now
+        self.later = later
+        self.waits = waits
+        self.micro_batches = micro_batches
+        # Strong, it would close a cycle: the optimizer holds its ledger.
+        self._client = weakref.ref(client)
+        self.owned: list[OwnedWeight] = []
+        self.paused = False
+        self.task_count = 0
+        self._micro_batch = 0
+        self._tasks: dict[int, set[OwnedWeight]] = {}
+        self._broken: str | None = None
+        _ledgers.add(self)
+
+    # ---- what the optimizer calls
+
+    def expect_no_failed_backward(self) -> None:
+        """Notices, outside backward, that the last backward raised; drops the factors that it left."""
+        if not self._tasks or in_backward():
+            return
+        stepped = [owned.name for owned in self.owned if owned.updated]
+        failed = {task for task, wanted in self._tasks.items() if wanted}
+        folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
+        for owned in self.owned:
+            for task in failed:
+                owned.factors.drop_task(task)
+        self._tasks.clear()
+        if not failed:
+            return
+        if stepped:
+            self._broken = (
+                f"the last backward failed after it had updated {len(stepped)} of {len(self.owned)} weights "
+                f"(the first is {stepped[0]}); load a checkpoint before training on"
+            )
+        else:
+            where = f" ({folded[0]} had already been accumulated)" if folded else ""
+            self._broken = f"the last backward failed{where}; call zero_grad() to discard the window"
+
+    def expect_usable(self) -> None:
+        self.expect_no_failed_backward()
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+
+    def close_window(self) -> None:
+        """After ``step()``."""
+        for owned in self.owned:
+            owned.clear()
+        self._micro_batch = 0
+        self._tasks.clear()
+
+    def discard_window(self) -> None:
+        """``zero_grad()``: drops what waits; refuses to hide an update that has already been made."""
+        self.expect_no_failed_backward()
+        stepped = next((owned for owned in self.owned if owned.updated), None)
+        if stepped is None:
+            self._broken = None
+            self.close_window()
+        elif self._broken is None:
+            raise RuntimeError(
+                f"zero_grad() after backward: {stepped.name} has already been updated inside it; call step() "
+                "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
+            )
+
+    def restored(self) -> None:
+        """After ``load_state_dict``: whatever a failed backward did is gone."""
+        self._broken = None
+        self.close_window()
+
+    # ---- what a linear's backward calls
+
+    def wants(self, use: Use) -> bool:
+        """Pre-flights the running graph task once; says whether it wants this use's weight gradient."""
+        task = torch._C._current_graph_task_id()
+        with _lock:
+            if task not in self._tasks:
+                _preflight(task)
+            return use.owned in self._tasks[task]
+
+    def deliver(self, use: Use, dy: Tensor, x: Tensor, borrowed: bool) -> None:
+        owned = use.owned
+        task = torch._C._current_graph_task_id()
+        if use.recomputed:
+            owned.replayed += 1
+        last = not any(other.runs_here() and not other.executed for other in owned.live_uses())
+        if owned.waits or not last:
+            owned.factors.keep(dy, x, task, borrowed)
+            if owned.waits:
+                self.later(owned, owned.factors.segments)
+        else:
+            self.now(owned, [*owned.factors.segments, (dy, x)])
+            owned.factors.clear()
+
+    # ---- the pre-flight
+
+    def examine(self) -> tuple[dict[OwnedWeight, bool], int]:
+        """Reads the running graph task. Changes nothing.
+
+        Returns:
+            For each owned weight whose gradient is wanted, whether it must wait; and the micro-batch
+            number that this graph task belongs to.
+
+        Raises:
+            RuntimeError: an update in this graph task could not be exact.
+        """
+        verdicts: dict[OwnedWeight, bool] = {}
+        micro_batch = self._micro_batch
+        for owned in self.owned:
+            alive = owned.live_uses()
+            here = [use for use in alive if use.runs_here()]
+            if not here or self.paused or not owned.weight.requires_grad or not owned.ticket_runs():
+                continue
+            owned.check_layout()
+            if any(use.opened >= self.task_count and not use.recomputed for use in here):
+                micro_batch = self._micro_batch + 1
+            if owned.updated:
+                raise RuntimeError(
+                    f"{owned.name}: a second backward before step(), but the weight has already been updated; "
+                    "call step() after each backward, or attach with accumulation_steps"
+                )
+            for use in here:
+                use.expect_current()
+            verdicts[owned] = (
+                self.waits
+                or owned.waits
+                or owned.weight.grad is not None
+                or owned.has_unfinished(here, alive)
+                or owned.plain_consumer_runs()
+            )
+        if verdicts:
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            self._client().expect_ready()
+            if self.micro_batches is not None and micro_batch > self.micro_batches:
+                raise RuntimeError(
+                    f"backward number {micro_batch} since the last step(), with accumulation_steps="
+                    f"{self.micro_batches}; call step() after each window, or attach with more accumulation_steps"
+                )
+        return verdicts, micro_batch
+
+    def commit(self, task: int, verdicts: dict[OwnedWeight, bool], micro_batch: int) -> None:
+        self._tasks[task] = set(verdicts)
+        if verdicts:
+            self.task_count += 1
+            self._micro_batch = micro_batch
+        for owned, waits in verdicts.items():
+            owned.waits = waits
+        if not all(verdicts.values()):
+            self._client().before_updates()
+
+    def finish(self, task: int) -> None:
+        self._tasks.pop(task, None)
+
+
+def _preflight(task: int) -> None:
+    """Asks every optimizer's book before any of them changes a weight."""
+    ledgers = [ledger for ledger in _ledgers if ledger.owned]
+    findings = [ledger.examine() for ledger in ledgers]
+    for ledger, (verdicts, micro_batch) in zip(ledgers, findings):
+        ledger.commit(task, verdicts, micro_batch)
+    references = [weakref.ref(ledger) for ledger in ledgers]
+
+    def finished() -> None:
+        for reference in references:
+            ledger = reference()
+            if ledger is not None:
+                ledger.finish(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(finished)

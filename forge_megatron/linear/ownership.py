@@ -1,0 +1,55 @@
+"""Which weights FORGE can step inside backward, and the reason why not for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reason_not_fused(module: nn.Module) -> str | None:
+    """None if the weight of ``module`` can be stepped inside its backward."""
+    if not isinstance(module, nn.Linear):
+        return "not the weight of a linear layer"
+    if type(module).forward is not nn.Linear.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if parametrize.is_parametrized(module):
+        return "parametrized: the parameter is not the matrix that is multiplied"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "the weight is not a parameter (weight_norm, pruning)"
+    if type(weight) is not nn.Parameter:
+        return f"the weight is a {type(weight).__name__}"
+    if weight.dtype not in FUSABLE_DTYPES:
+        return f"dtype {weight.dtype}"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "a gradient hook is registered on the weight"
+    return None
+
+
+def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises if two different parameters share memory: each would be stepped, and the memory twice.
+
+    Raises:
+        ValueError: names both parameters. One parameter under two names is a tied weight, and fine.
+    """
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        if tensor.numel() == 0:
+            continue
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        start = tensor.storage_offset() * tensor.element_size()
+        end = start + (reach + 1) * tensor.element_size()
+        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, name))
+    for shared in spans.values():
+        shared.sort()
+        for (_, end, first), (start, _, second) in zip(shared, shared[1:]):
+            if start < end:
+                raise ValueError(
+                    f"{first} and {second} are different parameters in the same memory, which would be stepped "
+                    "twice; tie them by assigning one Parameter object to both modules"
+                )

@@ -1,0 +1,34 @@
+"""Where a weight gradient's factors go: the interface, and the sink for a gradient that is complete.
+
+The sinks for gradients that are not yet complete (in time, or over ranks) live in ``coordinator``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from forge_megatron import kernels
+
+if TYPE_CHECKING:
+    from forge_megatron.linear.owned import OwnedWeight
+
+
+class Sink(Protocol):
+    """Receives the factors of one weight; called inside backward, under ``no_grad``."""
+
+    def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
+        """``segments``: ``(dY [T, O], X [T, I])`` of every use of the weight that is complete now."""
+
+
+class FusedStep:
+    """The gradient is complete here and now: one launch forms each tile and steps it in registers."""
+
+    def __init__(self, backend: str = "auto"):
+        self.backend = backend
+
+    def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
+        kernels.wgrad_step(owned.slot, segments, backend=self.backend)
+        owned.step.add_(1)
+        owned.mark_updated()

@@ -1,0 +1,439 @@
+"""ForgeOptimizer: a ``torch.optim.Optimizer`` whose owned weights are stepped inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from forge_megatron import kernels, rules
+from forge_megatron.coordinator import KeepFactors, plan
+from forge_megatron.coverage import Coverage, Row
+from forge_megatron.formats import resolve_recipe
+from forge_megatron.linear import FusedStep, Ledger, OwnedWeight
+from forge_megatron.linear.modules import unfuse
+from forge_megatron.linear.ownership import expect_separate_storage
+from forge_megatron.parameters import Parameters
+from forge_megatron.state import load_state
+
+
+def _not_built(what: str, instead: str):
+    raise NotImplementedError(f"{what} is not built yet; {instead}")
+
+
+class ForgeOptimizer(torch.optim.Optimizer):
+    """Steps owned weights in the backward that completes their gradients, and the rest in :meth:`step`.
+
+    Use :func:`forge_megatron.attach` for a plain model. Parameters that no linear hands over are stepped
+    from ``.grad`` by the same rule, in one multi-tensor call, so that the object is one ordinary optimizer:
+    ``param_groups`` that schedulers drive, ``state_dict`` in the layout of ``torch.optim``.
+
+    Args:
+        params: as ``torch.optim``'s: parameters, ``(name, parameter)`` pairs, or groups of either.
+        rule: a rule's name.
+        recipe: a named pair of state format and weight store (DESIGN section 3), or give
+            ``state_format`` and ``weight_store``.
+        accumulation_steps: micro-batches a step; None: any number.
+        clip_grad_norm: largest global gradient norm; every weight then waits for ``step()``.
+        waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
+
+    Raises:
+        TypeError: a hyperparameter that the rule does not have.
+        ValueError: a value without a meaning; two parameters in the same memory.
+        NotImplementedError: an option that is not built yet.
+    """
+
+    # GradScaler then hands its scale to step(), which refuses it, instead of looking for gradients
+    # that do not exist.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params,
+        rule: str = "adamw",
+        *,
+        recipe: str | None = None,
+        state_format: str | None = None,
+        weight_store: str | None = None,
+        accumulation_steps: int | None = 1,
+        clip_grad_norm: float | None = None,
+        waiting: bool = False,
+        skip: str = "flag",
+        seed: int = 0,
+        backend: str = "auto",
+        process_group=None,
+        sharding: str = "none",
+        **hyperparameters,
+    ):
+        self.rule = rules.get(rule)
+        self._formats = {"recipe": recipe, "state_format": state_format, "weight_store": weight_store}
+        self._plan = plan(
+            accumulation_steps=accumulation_steps,
+            clip_grad_norm=clip_grad_norm,
+            waiting=waiting,
+            skip=skip,
+            process_group=process_group,
+            sharding=sharding,
+        )
+        self.seed = seed
+        self.backend = backend
+        self.owned: dict[Tensor, OwnedWeight] = {}
+        self.reasons: dict[Tensor, str] = {}
+        self.reduce_norm_sq: Callable[[Tensor], Tensor] = _sum
+        self._parameters: Parameters | None = None
+        self._modules: list[nn.Module] = []
+        self._stepped_grad: tuple[Tensor, TensorWeakRef, int] | None = None
+        self._ledger = Ledger(
+            FusedStep(backend),
+            KeepFactors(backend),
+            waits=self._plan.waits,
+            micro_batches=self._plan.micro_batches,
+            client=self,
+        )
+        super().__init__(params, self.rule.resolve(hyperparameters))
+        self._grad_norm = torch.zeros((), device=self._parameters.all[0].device)
+
+    # ---- parameters
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Adds parameters, whose states exist from now on; linears of an attached model become owned."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.rule.check(group)
+            self._allocate()
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _allocate(self) -> None:
+        names = {p: n for g in self.param_groups for p, n in zip(g["params"], g.get("param_names", ()))}
+        params = [p for group in self.param_groups for p in group["params"]]
+        labels = {p: names.get(p, f"parameter {index}") for index, p in enumerate(params)}
+        for p in params:
+            if p.is_meta:
+                raise ValueError(f"{labels[p]} is on the meta device; materialise the model, then attach")
+            if hasattr(p, "device_mesh"):
+                raise NotImplementedError(f"{labels[p]} is a DTensor: sharded weights are not built yet")
+            kernels.resolve_backend(p.device, self.backend)
+        expect_separate_storage((labels[p], p) for p in params)
+        for p in params:
+            if p in self.state:
+                continue
+            state_format, store = resolve_recipe(p.dtype, **self._formats)
+            state = {"step": torch.zeros((), dtype=torch.float32)}
+            state.update((name, state_format.allocate(p)) for name in self.rule.states)
+            master = store.allocate(p)
+            if master is not None:
+                state["master"] = master
+            self.state[p] = state
+        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels)
+        for owned in self.owned.values():
+            self._connect(owned)
+
+    def own(self, weight: Tensor, name: str | None = None) -> OwnedWeight:
+        """Takes a weight ``[O, I]`` whose linear calls :func:`forge_megatron.linear.open_use`."""
+        if weight not in self._parameters.slots:
+            raise ValueError(f"{name or 'the weight'} is not among this optimizer's parameters")
+        owned = OwnedWeight(weight, name or self._parameters.labels[weight], self._ledger)
+        self.owned[weight] = owned
+        self._ledger.owned.append(owned)
+        self._connect(owned)
+        return owned
+
+    def _connect(self, owned: OwnedWeight) -> None:
+        owned.slot = self._parameters.slots[owned.weight]
+        owned.step = self.state[owned.weight]["step"]
+
+    # ---- what the pre-flight of a backward calls
+
+    def expect_ready(self) -> None:
+        if self._stepped_grad is not None:
+            p, reference, version = self._stepped_grad
+            if p.grad is not None and p.grad is reference() and p.grad._version == version:
+                raise RuntimeError(
+                    f"{self._parameters.labels[p]}: zero_grad() was not called after the last step(); its .grad "
+                    "would be applied again, while an owned weight's gradient is gone after its step"
+                )
+
+    def before_updates(self) -> None:
+        self._parameters.open_window()
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure=None, *, gradient_multiplier: float | Tensor | None = None):
+        """Steps what has not been stepped in backward, and closes the window.
+
+        Args:
+            closure: runs forward and backward again and returns the loss.
+            gradient_multiplier: scales every gradient (for example one over the window's token count),
+                a float or a 0-dim tensor; needs waiting (``clip_grad_norm``, ``accumulation_steps`` or
+                ``waiting=True``).
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if getattr(self, "grad_scale", None) is not None:
+            _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
+        self._ledger.expect_usable()
+        if gradient_multiplier is not None and not self._plan.waits:
+            raise RuntimeError(
+                "gradient_multiplier= after weights were updated in backward; attach with waiting=True"
+            )
+        waiting, ordinary = self._sort()
+        self._parameters.open_window()
+        multiplier = self._multiplier(waiting, ordinary, gradient_multiplier)
+        for device, slots in self._parameters.by_device(ordinary).items():
+            kernels.step(
+                [self._slot(slot) for slot in slots],
+                [_dense(slot.weight.grad) for slot in slots],
+                multiplier=_on(multiplier, device),
+                backend=self.backend,
+            )
+        for owned in waiting:
+            kernels.wgrad_step(
+                self._slot(owned.slot),
+                owned.factors.segments,
+                accumulator=_accumulator(owned),
+                multiplier=_on(multiplier, owned.weight.device),
+                backend=self.backend,
+            )
+            owned.step.add_(1)
+            owned.mark_updated()
+            owned.factors.clear()
+        for p in ordinary:
+            self.state[p]["step"].add_(1)
+            torch.autograd.graph.increment_version(p)
+        if self._plan.clip_grad_norm is None and multiplier is None:
+            self._grad_norm = self._norm()
+        self._ledger.close_window()
+        self._parameters.close_window()
+        self._remember_grad(ordinary)
+        return loss
+
+    def _sort(self) -> tuple[list[OwnedWeight], list[Tensor]]:
+        """The weights that wait, and the parameters that are stepped from ``.grad``; checks both."""
+        waiting = []
+        for owned in self.owned.values():
+            if owned.updated and owned.weight.grad is not None:
+                raise RuntimeError(
+                    f"{owned.name}: updated in one backward and read without its module in another before "
+                    "step(); run both in one backward, or attach with waiting=True"
+                )
+            if owned.factors:
+                owned.factors.expect_unchanged(owned.name)
+                waiting.append(owned)
+        taken = {owned.weight for owned in waiting}
+        ordinary = [p for p in self._parameters.all if p.grad is not None and p not in taken]
+        for p in ordinary:
+            if p in self.owned:
+                self.owned[p].bypassed = True
+        return waiting, ordinary
+
+    def _slot(self, slot: kernels.Slot) -> kernels.Slot:
+        """Without a norm where :meth:`norms_sq` has already been asked for it."""
+        return replace(slot, norm_sq=None) if self._plan.clip_grad_norm is not None else slot
+
+    def _multiplier(self, waiting, ordinary, gradient_multiplier) -> Tensor | None:
+        """The one coefficient of all parameters; sets ``grad_norm`` where it reads the norm."""
+        device = self._grad_norm.device
+        multiplier = None
+        if gradient_multiplier is not None:
+            multiplier = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=device)
+        limit = self._plan.clip_grad_norm
+        if limit is None:
+            return multiplier
+        self._measure(waiting, ordinary)
+        norm = self._norm()
+        if multiplier is not None:
+            norm = norm * multiplier.abs()
+        self._grad_norm = norm
+        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        return coefficient if multiplier is None else coefficient * multiplier
+
+    def _measure(self, waiting: list[OwnedWeight], ordinary: list[Tensor]) -> None:
+        for owned in waiting:
+            kernels.wgrad_norm_sq(
+                owned.factors.segments,
+                owned.slot.norm_sq,
+                accumulator=_accumulator(owned),
+                backend=self.backend,
+            )
+        for slots in self._parameters.by_device(ordinary).values():
+            norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])
+            for slot, norm in zip(slots, norms):
+                slot.norm_sq.copy_(norm.square())
+
+    def norms_sq(self) -> Tensor:
+        """Σ g² of each parameter's pending gradient, fp32 ``[parameters]`` in the order of the groups.
+
+        Reads the kept factors, the accumulators and ``.grad``; 0 where there is nothing. For a caller that
+        clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
+        """
+        self._ledger.expect_usable()
+        waiting, ordinary = self._sort()
+        self._parameters.open_window()
+        with torch.no_grad():
+            self._measure(waiting, ordinary)
+            return self._parameters.norms_sq()
+
+    def _norm(self) -> Tensor:
+        return self.reduce_norm_sq(self._parameters.norms_sq()).sqrt().float()
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The last step's global gradient norm before clipping, 0-dim fp32; reading it synchronises nothing."""
+        return self._grad_norm
+
+    def _remember_grad(self, ordinary: list[Tensor]) -> None:
+        self._stepped_grad = None
+        if ordinary and self.owned:
+            p = ordinary[0]
+            self._stepped_grad = (p, TensorWeakRef(p.grad), p.grad._version)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discards what waits for ``step()``, as torch discards ``.grad``.
+
+        Raises:
+            RuntimeError: a weight has already been updated since the last ``step()``.
+        """
+        self._ledger.discard_window()
+        self._stepped_grad = None
+        super().zero_grad(set_to_none)
+
+    # ---- switching off
+
+    @contextmanager
+    def paused(self):
+        """Inside, forward and backward leave every weight, state and ``.grad`` of this optimizer alone.
+
+        For a backward that passes through this model on its way to another (a generator's loss through
+        its discriminator). A forward inside keeps nothing for a weight gradient.
+        """
+        if self._ledger.paused:
+            raise RuntimeError("paused() inside paused()")
+        grads = [p.grad for p in self._parameters.all]
+        self._ledger.paused = True
+        try:
+            yield self
+        finally:
+            self._ledger.paused = False
+            for p, grad in zip(self._parameters.all, grads):
+                p.grad = grad
+
+    def detach(self) -> None:
+        """Makes the model's modules ordinary again; this optimizer then steps every weight from ``.grad``."""
+        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
+        if pending is not None:
+            raise RuntimeError(f"{pending.name}: a backward is pending; call step() or zero_grad() first")
+        for module in self._modules:
+            unfuse(module)
+        self._modules.clear()
+        self._ledger.owned.clear()
+        self.owned.clear()
+        self.reasons = dict.fromkeys(self._parameters.all, "detached")
+
+    def rollback(self) -> None:
+        _not_built("rollback()", "load a checkpoint")
+
+    def on_skip(self, callback) -> None:
+        _not_built("on_skip()", "read grad_norm, which is not finite when a gradient was not")
+
+    def capture(self, step_function) -> None:
+        _not_built("capture()", "run the step eagerly")
+
+    # ---- reports and checkpoints
+
+    @property
+    def coverage(self) -> Coverage:
+        """Each parameter: fused or the reason why not, and the bytes of its states."""
+        rows = []
+        for p in self._parameters.all:
+            owned = self.owned.get(p)
+            if owned is None:
+                how = self.reasons.get(p, "not the weight of a linear layer")
+            else:
+                how = "read without calling its module: stepped from .grad" if owned.bypassed else "fused"
+            tensors = [t for name, t in self.state[p].items() if name != "step"]
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            fused = owned is not None and not owned.bypassed
+            rows.append(Row(self._parameters.labels[p], tuple(p.shape), fused, how, size))
+        return Coverage(rows)
+
+    def state_dict(self) -> dict:
+        """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
+        self._ledger.expect_usable()
+        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
+        if pending is not None:
+            raise RuntimeError(f"{pending.name}: a backward is pending; save after step()")
+        state_dict = super().state_dict()
+        state_dict["forge"] = {"version": 1, "rule": self.rule.name}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict, *, convert: bool = False) -> None:
+        """Restores states bit for bit; reads a ``torch.optim`` checkpoint of the same rule too.
+
+        Parameters are matched by name where both sides have names, otherwise by order.
+
+        Args:
+            state_dict: from :meth:`state_dict`, or ``torch.optim.AdamW.state_dict()``.
+            convert: allow a state of another dtype to be converted to this optimizer's.
+
+        Raises:
+            ValueError: a parameter, state or shape is missing or differs; nothing has changed then.
+        """
+        load_state(self, state_dict, convert)
+        self._ledger.restored()
+        self._parameters.close_window()
+        self._stepped_grad = None
+
+    def __getstate__(self):
+        raise TypeError("a ForgeOptimizer is tied to its model: copy or save its state_dict()")
+
+
+def _sum(norms_sq: Tensor) -> Tensor:
+    return norms_sq.sum(dtype=torch.float64)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _on(multiplier: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if multiplier is None else multiplier.to(device)
+
+
+def _accumulator(owned: OwnedWeight) -> Tensor | None:
+    """What was summed before: folded factors, and what plain consumers put into ``.grad``."""
+    grad = owned.weight.grad
+    if grad is None:
+        return owned.factors.accumulator
+    grad = _dense(grad).float()
+    return grad if owned.factors.accumulator is None else grad + owned.factors.accumulator
+
+
+def named_groups(params: Iterable, names: dict[Tensor, str]) -> list[dict]:
+    """Param groups of ``(name, parameter)`` pairs, from whatever ``torch.optim`` accepts."""
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    named = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        pairs = [m if isinstance(m, tuple) else (names.get(m, "parameter"), m) for m in members]
+        named.append({**group, "params": pairs})
+    return named
