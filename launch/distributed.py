@@ -1,0 +1,72 @@
+"""Process groups, seeds and determinism: all that must be in force before a model is built."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from launch import cpu
+from launch.config import Recipe
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Before the first CUDA call: cuBLAS and NCCL read these variables once."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        os.environ["NCCL_ALGO"] = "Ring"
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed(seed: int) -> None:
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextlib.contextmanager
+def process_groups(recipe: Recipe) -> Iterator[torch.device]:
+    """megatron-core's parallel state for the recipe, from torchrun's variables.
+
+    Yields this rank's device.
+
+    Raises:
+        RuntimeError: torchrun started another number of ranks than the recipe's degrees make.
+    """
+    set_determinism(recipe.run.deterministic)
+    on_cpu = cpu.enable(recipe.run.device)
+    # Says once a module that Transformer Engine and apex are absent: the launcher has said so.
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
+    from megatron.core import parallel_state
+
+    device = torch.device("cpu")
+    if not on_cpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if on_cpu else "nccl",
+        timeout=timedelta(minutes=recipe.run.timeout_minutes),
+        **({} if on_cpu else {"device_id": device}),
+    )
+    try:
+        if dist.get_world_size() != recipe.world_size:
+            raise RuntimeError(
+                f"{dist.get_world_size()} ranks were started, and parallel.tensor="
+                f"{recipe.parallel.tensor} x parallel.data={recipe.parallel.data} is "
+                f"{recipe.world_size}"
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=recipe.parallel.tensor, create_gloo_process_groups=False
+        )
+        _seed(recipe.run.seed)
+        yield device
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

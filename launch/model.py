@@ -1,0 +1,125 @@
+"""A recipe's GPT model on megatron-core."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from launch.attention import FlashCoreAttention
+from launch.config import Recipe
+from launch.norm import norm_class
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu}
+_VOCAB_MULTIPLE = 128
+
+
+def padded_vocab_size(recipe: Recipe, tokenizer_size: int) -> int:
+    """The vocabulary, rounded up so that every tensor-parallel rank holds whole tiles of it."""
+    multiple = _VOCAB_MULTIPLE * recipe.parallel.tensor
+    asked = recipe.model.vocab_size or tokenizer_size
+    return (asked + multiple - 1) // multiple * multiple
+
+
+def uses_transformer_engine(recipe: Recipe, on_cpu: bool) -> bool:
+    if recipe.model.transformer_engine == "auto":
+        return not on_cpu and importlib.util.find_spec("transformer_engine") is not None
+    return recipe.model.transformer_engine == "always"
+
+
+def transformer_config(recipe: Recipe, on_cpu: bool) -> TransformerConfig:
+    m, p = recipe.model, recipe.parallel
+    recompute = {"none": {}, "selective": {"recompute_granularity": "selective"}}
+    recompute["full"] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    return TransformerConfig(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups or m.num_attention_heads,
+        kv_channels=m.kv_channels,
+        normalization=m.normalization,
+        layernorm_epsilon=m.norm_epsilon,
+        gated_linear_unit=m.activation == "swiglu",
+        activation_func=_ACTIVATIONS[m.activation],
+        add_bias_linear=m.bias,
+        qk_layernorm=m.qk_norm,
+        hidden_dropout=m.dropout,
+        attention_dropout=m.dropout,
+        init_method_std=m.init_std,
+        bf16=m.dtype == "bf16",
+        params_dtype=DTYPES[m.dtype],
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=m.fusions and (m.bias or m.activation == "swiglu"),
+        bias_dropout_fusion=m.fusions,
+        tensor_model_parallel_size=p.tensor,
+        sequence_parallel=p.sequence,
+        use_cpu_initialization=m.cpu_initialization or on_cpu,
+        gradient_accumulation_fusion=False,
+        deterministic_mode=recipe.run.deterministic,
+        calculate_per_token_loss=recipe.batch.per_token_loss,
+        **recompute[m.recompute],
+    )
+
+
+def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """megatron-core's local layer, with norms that allow sequence parallelism and an attention
+    that does not write out its scores."""
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    norm = norm_class(config.normalization)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = FlashCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    else:
+        attention.q_layernorm = attention.k_layernorm = IdentityOp
+    return spec
+
+
+def block_spec(
+    recipe: Recipe, config: TransformerConfig, on_cpu: bool
+) -> TransformerBlockSubmodules | ModuleSpec:
+    if uses_transformer_engine(recipe, on_cpu):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[local_layer_spec(config)] * config.num_layers,
+        layer_norm=norm_class(config.normalization),
+    )
+
+
+def build_model(recipe: Recipe, tokenizer_size: int, device: torch.device) -> GPTModel:
+    """The model on ``device``, initialised from ``run.seed`` as the process groups are set up.
+
+    With ``model.cpu_initialization`` the weights are the same for every parallel degree.
+    """
+    on_cpu = device.type == "cpu"
+    config = transformer_config(recipe, on_cpu)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(recipe, config, on_cpu),
+        vocab_size=padded_vocab_size(recipe, tokenizer_size),
+        max_sequence_length=recipe.data.sequence_length,
+        share_embeddings_and_output_weights=recipe.model.tied_head,
+        position_embedding_type=recipe.model.position_embedding,
+        rotary_base=recipe.model.rotary_base,
+    )
+    return model.to(device)

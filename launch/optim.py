@@ -1,0 +1,97 @@
+"""Megatron's optimizer and learning-rate schedule for a recipe."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from launch.config import Recipe, RecipeError
+from launch.model import DTYPES
+
+
+def keeps_master(recipe: Recipe) -> bool:
+    """Whether the weights have an fp32 master copy, with or without forge."""
+    return recipe.optimizer.recipe == "fp32-master"
+
+
+def optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    o = recipe.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.eps,
+        clip_grad=o.clip_grad,
+        bf16=recipe.model.dtype == "bf16" and keeps_master(recipe),
+        params_dtype=DTYPES[recipe.model.dtype],
+        use_distributed_optimizer=False,
+    )
+
+
+def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=keeps_master(recipe),
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=False,
+    )
+
+
+def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
+    """The model chunks that Megatron's schedules take, and their optimizer."""
+    chunks = [DistributedDataParallel(model.config, ddp_config(recipe), model)]
+    optimizer = get_megatron_optimizer(
+        optimizer_config(recipe), chunks, use_gloo_process_groups=False
+    )
+    return chunks, optimizer
+
+
+def build_schedule(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Warm-up and decay, counted in optimizer steps."""
+    o = recipe.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=o.lr,
+        min_lr=o.min_lr,
+        lr_warmup_steps=o.warmup_steps,
+        lr_decay_steps=o.decay_steps or recipe.run.steps,
+        lr_decay_style=o.decay_style,
+        start_wd=o.weight_decay,
+        end_wd=o.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=recipe.checkpoint.override_schedule,
+    )
+
+
+_SCHEDULE_KEYS = {
+    "max_lr": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "lr_warmup_steps": "optimizer.warmup_steps",
+    "lr_decay_steps": "optimizer.decay_steps",
+    "lr_decay_style": "optimizer.decay_style",
+    "start_wd": "optimizer.weight_decay",
+}
+
+
+def load_schedule(scheduler: OptimizerParamScheduler, saved: dict) -> None:
+    """Continue ``saved``.
+
+    Raises:
+        RecipeError: the recipe's schedule is another one, and checkpoint.override_schedule is off.
+    """
+    ours = scheduler.state_dict()
+    if not scheduler.override_opt_param_scheduler:
+        for name, key in _SCHEDULE_KEYS.items():
+            if ours[name] != saved[name]:
+                raise RecipeError(
+                    key,
+                    f"{ours[name]} here, {saved[name]} in the checkpoint: give the checkpoint's "
+                    "value, or checkpoint.override_schedule=true to go on with the recipe's",
+                )
+    scheduler.load_state_dict(saved)

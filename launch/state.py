@@ -1,0 +1,77 @@
+"""A run's state as Megatron's sharded state dict: weights, optimizer, schedule, position, RNG."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from launch import checkpoint
+from launch.optim import load_schedule
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is. ``horizon``: training samples over which the data's order was drawn."""
+
+    step: int
+    horizon: int
+    ranks: int
+
+
+def _rng_state() -> dict:
+    return {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict) -> None:
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    torch.set_rng_state(state["cpu"])
+    torch.cuda.set_rng_state(state["device"])
+
+
+def sharded_state(chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
+    """What a checkpoint holds. With ``loading`` the optimizer's states are created to be filled."""
+    model = chunks[0].module.sharded_state_dict()
+    rng = ShardedObject(
+        "rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
+    )
+    return {
+        "model": model,
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),
+        "scheduler": scheduler.state_dict(),
+        "progress": asdict(progress),
+        "rng": rng,
+    }
+
+
+def restore(folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
+    """Load a checkpoint into a run that was just built.
+
+    With another number of ranks the weights and states are resharded, and the random state, which
+    only dropout reads, begins anew: ``on_note`` is told.
+    """
+    progress = Progress(**checkpoint.common(folder)["progress"])
+    state = sharded_state(chunks, optimizer, scheduler, progress, loading=True)
+    same_ranks = progress.ranks == dist.get_world_size()
+    if not same_ranks:
+        del state["rng"]
+    loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
+    load_schedule(scheduler, loaded["scheduler"])
+    chunks[0].module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if same_ranks:
+        _set_rng_state(loaded["rng"])
+    else:
+        on_note(
+            f"{folder.name} was written by {progress.ranks} ranks and is read by "
+            f"{dist.get_world_size()}: the random state begins anew"
+        )
+    return progress

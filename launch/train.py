@@ -1,0 +1,122 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from launch import checkpoint, data, step
+from launch.config import Recipe, to_yaml
+from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
+from launch.model import build_model
+from launch.optim import build_schedule, wrap_and_optimize
+from launch.state import Progress, restore, sharded_state
+from launch.stop import StopSignals
+from launch.tokenizer import build_tokenizer
+
+
+class Trainer:
+    """Model, optimizer, schedule and data of a recipe on this rank, and the loop over its steps."""
+
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self.tokenizer = build_tokenizer(recipe.data.tokenizer)
+        model = build_model(recipe, self.tokenizer.vocab_size, device)
+        self.chunks, self.optimizer = wrap_and_optimize(recipe, model)
+        self.scheduler = build_schedule(recipe, self.optimizer)
+        step.connect(self.chunks, self.optimizer)
+        self.folder = Path(recipe.run.dir) / "checkpoints"
+        self.notes: list[str] = []
+        self.progress = self._resume()
+        self.train_set, self.valid_set = data.build_datasets(
+            recipe, self.tokenizer, self.progress.horizon
+        )
+
+    def _resume(self) -> Progress:
+        recipe = self.recipe
+        whole = checkpoint.newest_whole(self.folder) if recipe.checkpoint.resume else None
+        if whole is None:
+            horizon = recipe.data.samples or recipe.run.steps * recipe.batch.total
+            return Progress(step=0, horizon=horizon, ranks=dist.get_world_size())
+        progress = restore(
+            whole, self.chunks, self.optimizer, self.scheduler, on_note=self.notes.append
+        )
+        self.notes.append(f"resumed from {whole.name}")
+        return Progress(progress.step, progress.horizon, dist.get_world_size())
+
+    def _save(self) -> None:
+        state = sharded_state(self.chunks, self.optimizer, self.scheduler, self.progress)
+        checkpoint.save(self.folder, self.progress.step, state, self.recipe.checkpoint.keep)
+
+    def _validate(self) -> Validation:
+        recipe = self.recipe
+        samples = min(recipe.validation.samples, len(self.valid_set))
+        count = max(1, samples // (recipe.batch.micro * recipe.parallel.data))
+        for chunk in self.chunks:
+            chunk.eval()
+        batches = data.validation_batches(recipe, self.valid_set, self.device, count)
+        with torch.no_grad():
+            sums = step.run(recipe, self.chunks, batches, count, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        loss, _ = step.reduce(sums, stop=False)
+        bits = loss / math.log(2) if recipe.data.tokenizer == "byte" else None
+        return Validation(self.progress.step, loss, bits)
+
+    def _step(self, batches) -> tuple[torch.Tensor, float | None]:
+        # Before the backward, which may already update the weights with the learning rate.
+        self.scheduler.step(1)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = step.run(self.recipe, self.chunks, batches, self.recipe.micro_batches)
+        _, norm, _ = self.optimizer.step()
+        if norm is None:
+            norm = self.optimizer.get_grad_norm()
+        return sums, None if norm is None else float(norm)
+
+    def run(self, stop: StopSignals) -> None:
+        """Train from the current step to the recipe's last, or to the step at which any rank was
+        asked to stop; then save."""
+        recipe = self.recipe
+        metrics = Metrics(recipe, dist.get_rank(), self.progress.step)
+        if dist.get_rank() == 0:
+            (Path(recipe.run.dir) / "recipe.yaml").write_text(to_yaml(recipe))
+        for text in self.notes:
+            metrics.note(text)
+        try:
+            self._loop(metrics, stop)
+        finally:
+            metrics.close()
+
+    def _loop(self, metrics: Metrics, stop: StopSignals) -> None:
+        recipe, first = self.recipe, self.progress.step
+        tokens = recipe.batch.total * recipe.data.sequence_length
+        batches = data.micro_batches(recipe, self.train_set, self.device, first, recipe.run.steps)
+        saved_at = first if first else None
+        for number in range(first + 1, recipe.run.steps + 1):
+            begun = time.perf_counter()
+            sums, norm = self._step(islice(batches, recipe.micro_batches))
+            loss, stopping = step.reduce(sums, stop.requested)
+            seconds = time.perf_counter() - begun
+            self.progress = Progress(number, self.progress.horizon, self.progress.ranks)
+            lr = self.optimizer.param_groups[0]["lr"]
+            memory = peak_memory_bytes(self.device)
+            metrics.step(Step(number, loss, norm, lr, tokens / seconds, seconds, memory))
+            if self._due(recipe.validation.every) and self.valid_set is not None:
+                metrics.validation(self._validate())
+            if recipe.checkpoint.save and (stopping or self._due(recipe.checkpoint.every)):
+                self._save()
+                saved_at = number
+            if stopping:
+                metrics.note(f"stopped at step {number} by a signal", step=number)
+                return
+
+    def _due(self, every: int) -> bool:
+        last = self.progress.step == self.recipe.run.steps
+        return last or (every > 0 and self.progress.step % every == 0)
