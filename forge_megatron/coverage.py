@@ -40,12 +40,12 @@ class Coverage:
     def __str__(self) -> str:
         table = [("parameter", "shape", "stepped", "state bytes")]
         table += [(r.name, "×".join(map(str, r.shape)), r.how, f"{r.state_bytes:,}") for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
         total = sum(_numel(row.shape) for row in self.rows)
-        lines.append(
-            f"{self.fused_parameters:,} of {total:,} parameters fused, {self.state_bytes:,} bytes of state"
-        )
+        lines.append(f"{self.fused_parameters:,} of {total:,} parameters fused, {self.state_bytes:,} bytes of state")
         return "\n".join(lines)
 
 

@@ -113,8 +113,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
             raise
 
     def _allocate(self) -> None:
-        names = {p: n for g in self.param_groups for p, n in zip(g["params"], g.get("param_names", ()))}
         params = [p for group in self.param_groups for p in group["params"]]
+        names: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            names.update(zip(group["params"], group.get("param_names", ()), strict=False))
         labels = {p: names.get(p, f"parameter {index}") for index, p in enumerate(params)}
         for p in params:
             if p.is_meta:
@@ -191,9 +193,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
         self._ledger.expect_usable()
         if gradient_multiplier is not None and not self._plan.waits:
-            raise RuntimeError(
-                "gradient_multiplier= after weights were updated in backward; attach with waiting=True"
-            )
+            raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
         waiting, ordinary = self._sort()
         self._parameters.open_window()
         multiplier = self._multiplier(waiting, ordinary, gradient_multiplier)
@@ -275,7 +275,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             )
         for slots in self._parameters.by_device(ordinary).values():
             norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])
-            for slot, norm in zip(slots, norms):
+            for slot, norm in zip(slots, norms, strict=True):
                 slot.norm_sq.copy_(norm.square())
 
     def norms_sq(self) -> Tensor:
@@ -332,7 +332,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             yield self
         finally:
             self._ledger.paused = False
-            for p, grad in zip(self._parameters.all, grads):
+            for p, grad in zip(self._parameters.all, grads, strict=True):
                 p.grad = grad
 
     def detach(self) -> None:

@@ -42,9 +42,7 @@ class Parameters:
             self._tables[device] = (params, scalars, norms)
             for index, p in enumerate(params):
                 states = tuple(state[p][name] for name in rule.states)
-                self.slots[p] = Slot(
-                    rule, p, states, scalars[index], state[p].get("master"), norms[index], labels[p]
-                )
+                self.slots[p] = Slot(rule, p, states, scalars[index], state[p].get("master"), norms[index], labels[p])
         self.close_window()
 
     def open_window(self) -> None:
@@ -80,7 +78,7 @@ class Parameters:
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter, fp32 ``[parameters]``, in the order of the groups, on the first device."""
         if len(self._tables) == 1:
-            (_, _, norms), = self._tables.values()
+            ((_, _, norms),) = self._tables.values()
             return norms.clone()
         return torch.stack([self.slots[p].norm_sq.to(self.all[0].device) for p in self.all])
 

@@ -37,7 +37,7 @@ def load_state(optimizer: ForgeOptimizer, state_dict: dict, convert: bool) -> No
                 optimizer.state[p][name].copy_(value)
             if "master" in optimizer.state[p] and "master" not in values:
                 optimizer.state[p]["master"].copy_(p)
-    for group, saved in zip(optimizer.param_groups, saved_groups):
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = {"params", "param_names", *_IMPLEMENTATION_KEYS}
         group.update((key, value) for key, value in saved.items() if key not in kept)
         optimizer.rule.check(group)
@@ -49,7 +49,7 @@ def _match(optimizer: ForgeOptimizer, saved_groups: list[dict]) -> dict[Tensor, 
     if len(groups) != len(saved_groups):
         raise ValueError(f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer {len(groups)}")
     sources: dict[Tensor, object] = {}
-    for index, (group, saved) in enumerate(zip(groups, saved_groups)):
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         params, keys = group["params"], saved["params"]
         names, saved_names = group.get("param_names"), saved.get("param_names")
         if names and saved_names:
@@ -59,12 +59,12 @@ def _match(optimizer: ForgeOptimizer, saved_groups: list[dict]) -> dict[Tensor, 
                     f"group {index}: the checkpoint and the model differ in {', '.join(missing[:5])}"
                     + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
                 )
-            by_name = dict(zip(saved_names, keys))
-            sources.update((p, by_name[name]) for p, name in zip(params, names))
+            by_name = dict(zip(saved_names, keys, strict=True))
+            sources.update((p, by_name[name]) for p, name in zip(params, names, strict=True))
         elif len(params) != len(keys):
             raise ValueError(f"group {index}: the checkpoint has {len(keys)} parameters, the model {len(params)}")
         else:
-            sources.update(zip(params, keys))
+            sources.update(zip(params, keys, strict=True))
     return sources
 
 

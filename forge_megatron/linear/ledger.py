@@ -200,7 +200,7 @@ def _preflight(task: int) -> None:
     """Asks every optimizer's book before any of them changes a weight."""
     ledgers = [ledger for ledger in _ledgers if ledger.owned]
     findings = [ledger.examine() for ledger in ledgers]
-    for ledger, (verdicts, micro_batch) in zip(ledgers, findings):
+    for ledger, (verdicts, micro_batch) in zip(ledgers, findings, strict=True):
         ledger.commit(task, verdicts, micro_batch)
     references = [weakref.ref(ledger) for ledger in ledgers]
 

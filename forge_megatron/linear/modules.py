@@ -58,5 +58,3 @@ def unfuse(module: nn.Module) -> None:
     """Gives a ForgeLinear its own class back, in place."""
     if isinstance(module, ForgeLinear):
         module.__class__ = _plain_class(type(module))
-
-

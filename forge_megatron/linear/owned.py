@@ -67,9 +67,7 @@ class OwnedWeight:
 
     def __init__(self, weight: Tensor, name: str, ledger: Ledger):
         if owner_of(weight) is not None:
-            raise ValueError(
-                f"{name}: another ForgeOptimizer already steps this weight; call its detach() first"
-            )
+            raise ValueError(f"{name}: another ForgeOptimizer already steps this weight; call its detach() first")
         self.weight = weight
         self.name = name
         self.ticket = torch.zeros((), device=weight.device, requires_grad=True)
@@ -145,8 +143,7 @@ class OwnedWeight:
         now = (self.weight.dtype, self.weight.device, self.weight.shape)
         if now != self._layout:
             raise RuntimeError(
-                f"{self.name}: was {self._layout} at attach and is {now}; move and cast the model first, "
-                "then attach"
+                f"{self.name}: was {self._layout} at attach and is {now}; move and cast the model first, then attach"
             )
         if self.weight._backward_hooks or getattr(self.weight, "_post_accumulate_grad_hooks", None):
             raise RuntimeError(

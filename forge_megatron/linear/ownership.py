@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -41,13 +42,13 @@ def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if tensor.numel() == 0:
             continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.storage_offset() * tensor.element_size()
         end = start + (reach + 1) * tensor.element_size()
         spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, name))
     for shared in spans.values():
         shared.sort()
-        for (_, end, first), (start, _, second) in zip(shared, shared[1:]):
+        for (_, end, first), (start, _, second) in itertools.pairwise(shared):
             if start < end:
                 raise ValueError(
                     f"{first} and {second} are different parameters in the same memory, which would be stepped "
