@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forge_megatron.linear.modules import fuse
 from forge_megatron.linear.ownership import reason_not_fused
-from forge_megatron.optimizer import ForgeOptimizer, named_groups
+from forge_megatron.optimizer import ForgeOptimizer
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -39,7 +39,7 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     if params is None:
         params = [p for p in names if p.requires_grad]
     _warn_untied(model)
-    optimizer = ForgeOptimizer(named_groups(params, names), rule, **options)
+    optimizer = ForgeOptimizer(_named_groups(params, names), rule, **options)
     try:
         own_linears(model, optimizer)
     except Exception:
@@ -79,6 +79,19 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         {"params": [pair for pair in trainable if pair[1].dim() >= 2], "weight_decay": weight_decay},
         {"params": [pair for pair in trainable if pair[1].dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def _named_groups(params: Iterable, names: dict[Tensor, str]) -> list[dict]:
+    """Param groups of ``(name, parameter)`` pairs, from whatever ``torch.optim`` accepts."""
+    params = list(params)
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    named = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        pairs = [m if isinstance(m, tuple) else (names.get(m, "parameter"), m) for m in members]
+        named.append({**group, "params": pairs})
+    return named
 
 
 def _unwrapped(name: str) -> str:

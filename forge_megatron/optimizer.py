@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from forge_megatron import kernels, rules
-from forge_megatron.coordinator import KeepFactors, plan
+from forge_megatron.coordinator import KeepFactors, Pending, plan
 from forge_megatron.coverage import Coverage, Row
 from forge_megatron.formats import resolve_recipe
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight
@@ -194,38 +193,22 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self._ledger.expect_usable()
         if gradient_multiplier is not None and not self._plan.waits:
             raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
-        waiting, ordinary = self._sort()
+        pending = self._pending()
         self._parameters.open_window()
-        multiplier = self._multiplier(waiting, ordinary, gradient_multiplier)
-        for device, slots in self._parameters.by_device(ordinary).items():
-            kernels.step(
-                [self._slot(slot) for slot in slots],
-                [_dense(slot.weight.grad) for slot in slots],
-                multiplier=_on(multiplier, device),
-                backend=self.backend,
-            )
-        for owned in waiting:
-            kernels.wgrad_step(
-                self._slot(owned.slot),
-                owned.factors.segments,
-                accumulator=_accumulator(owned),
-                multiplier=_on(multiplier, owned.weight.device),
-                backend=self.backend,
-            )
-            owned.step.add_(1)
-            owned.mark_updated()
-            owned.factors.clear()
-        for p in ordinary:
-            self.state[p]["step"].add_(1)
-            torch.autograd.graph.increment_version(p)
-        if self._plan.clip_grad_norm is None and multiplier is None:
-            self._grad_norm = self._norm()
+        multiplier = self._multiplier(pending, gradient_multiplier)
+        measured = self._plan.clip_grad_norm is not None
+        pending.apply(multiplier, with_norms=not measured)
+        stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
+        for weight in (*stepped, *(owned.weight for owned in pending.waiting)):
+            self.state[weight]["step"].add_(1)
+        if not measured:
+            self._grad_norm = self._norm(multiplier)
         self._ledger.close_window()
         self._parameters.close_window()
-        self._remember_grad(ordinary)
+        self._remember_grad(stepped)
         return loss
 
-    def _sort(self) -> tuple[list[OwnedWeight], list[Tensor]]:
+    def _pending(self) -> Pending:
         """The weights that wait, and the parameters that are stepped from ``.grad``; checks both."""
         waiting = []
         for owned in self.owned.values():
@@ -242,41 +225,20 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for p in ordinary:
             if p in self.owned:
                 self.owned[p].bypassed = True
-        return waiting, ordinary
+        return Pending(waiting, self._parameters.by_device(ordinary), self.backend)
 
-    def _slot(self, slot: kernels.Slot) -> kernels.Slot:
-        """Without a norm where :meth:`norms_sq` has already been asked for it."""
-        return replace(slot, norm_sq=None) if self._plan.clip_grad_norm is not None else slot
-
-    def _multiplier(self, waiting, ordinary, gradient_multiplier) -> Tensor | None:
+    def _multiplier(self, pending: Pending, gradient_multiplier) -> Tensor | None:
         """The one coefficient of all parameters; sets ``grad_norm`` where it reads the norm."""
-        device = self._grad_norm.device
         multiplier = None
         if gradient_multiplier is not None:
-            multiplier = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=device)
+            multiplier = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=self._grad_norm.device)
         limit = self._plan.clip_grad_norm
         if limit is None:
             return multiplier
-        self._measure(waiting, ordinary)
-        norm = self._norm()
-        if multiplier is not None:
-            norm = norm * multiplier.abs()
-        self._grad_norm = norm
-        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        pending.measure()
+        self._grad_norm = self._norm(multiplier)
+        coefficient = torch.clamp(limit / (self._grad_norm + 1e-6), max=1.0)
         return coefficient if multiplier is None else coefficient * multiplier
-
-    def _measure(self, waiting: list[OwnedWeight], ordinary: list[Tensor]) -> None:
-        for owned in waiting:
-            kernels.wgrad_norm_sq(
-                owned.factors.segments,
-                owned.slot.norm_sq,
-                accumulator=_accumulator(owned),
-                backend=self.backend,
-            )
-        for slots in self._parameters.by_device(ordinary).values():
-            norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])
-            for slot, norm in zip(slots, norms, strict=True):
-                slot.norm_sq.copy_(norm.square())
 
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter's pending gradient, fp32 ``[parameters]`` in the order of the groups.
@@ -285,14 +247,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
         clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
         """
         self._ledger.expect_usable()
-        waiting, ordinary = self._sort()
+        pending = self._pending()
         self._parameters.open_window()
         with torch.no_grad():
-            self._measure(waiting, ordinary)
+            pending.measure()
             return self._parameters.norms_sq()
 
-    def _norm(self) -> Tensor:
-        return self.reduce_norm_sq(self._parameters.norms_sq()).sqrt().float()
+    def _norm(self, multiplier: Tensor | None) -> Tensor:
+        norm = self.reduce_norm_sq(self._parameters.norms_sq()).sqrt().float()
+        return norm if multiplier is None else norm * multiplier.abs()
 
     @property
     def grad_norm(self) -> Tensor:
@@ -407,33 +370,3 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
 def _sum(norms_sq: Tensor) -> Tensor:
     return norms_sq.sum(dtype=torch.float64)
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
-
-
-def _on(multiplier: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if multiplier is None else multiplier.to(device)
-
-
-def _accumulator(owned: OwnedWeight) -> Tensor | None:
-    """What was summed before: folded factors, and what plain consumers put into ``.grad``."""
-    grad = owned.weight.grad
-    if grad is None:
-        return owned.factors.accumulator
-    grad = _dense(grad).float()
-    return grad if owned.factors.accumulator is None else grad + owned.factors.accumulator
-
-
-def named_groups(params: Iterable, names: dict[Tensor, str]) -> list[dict]:
-    """Param groups of ``(name, parameter)`` pairs, from whatever ``torch.optim`` accepts."""
-    params = list(params)
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    named = []
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        pairs = [m if isinstance(m, tuple) else (names.get(m, "parameter"), m) for m in members]
-        named.append({**group, "params": pairs})
-    return named

@@ -1,0 +1,85 @@
+"""What ``step()`` does with gradients that are pending: kept factors, and ``.grad`` of ordinary parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forge_megatron import kernels
+from forge_megatron.linear import OwnedWeight
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The gradients of one window.
+
+    Attributes:
+        waiting: owned weights with kept factors.
+        ordinary: slots that are stepped from ``.grad``, by device.
+        backend: of the kernels.
+    """
+
+    waiting: Sequence[OwnedWeight]
+    ordinary: Mapping[torch.device, Sequence[kernels.Slot]]
+    backend: str
+
+    def measure(self) -> None:
+        """Writes Σ g² of every pending gradient to its slot; no gradient of a linear is formed whole."""
+        for owned in self.waiting:
+            kernels.wgrad_norm_sq(
+                owned.factors.segments, owned.slot.norm_sq, accumulator=_summed_before(owned), backend=self.backend
+            )
+        for slots in self.ordinary.values():
+            norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])
+            for slot, norm in zip(slots, norms, strict=True):
+                slot.norm_sq.copy_(norm.square())
+
+    def apply(self, multiplier: Tensor | None, *, with_norms: bool) -> None:
+        """Steps every weight once, with ``multiplier`` (0-dim fp32) times its gradient.
+
+        Args:
+            with_norms: write Σ g² too; False where :meth:`measure` already has.
+        """
+        for device, slots in self.ordinary.items():
+            kernels.step(
+                [_slot(slot, with_norms) for slot in slots],
+                [_dense(slot.weight.grad) for slot in slots],
+                multiplier=_on(multiplier, device),
+                backend=self.backend,
+            )
+            for slot in slots:
+                torch.autograd.graph.increment_version(slot.weight)
+        for owned in self.waiting:
+            kernels.wgrad_step(
+                _slot(owned.slot, with_norms),
+                owned.factors.segments,
+                accumulator=_summed_before(owned),
+                multiplier=_on(multiplier, owned.weight.device),
+                backend=self.backend,
+            )
+            owned.mark_updated()
+            owned.factors.clear()
+
+
+def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:
+    return slot if with_norms else replace(slot, norm_sq=None)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _on(multiplier: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if multiplier is None else multiplier.to(device)
+
+
+def _summed_before(owned: OwnedWeight) -> Tensor | None:
+    """Folded factors, and what plain consumers put into ``.grad``."""
+    grad = owned.weight.grad
+    if grad is None:
+        return owned.factors.accumulator
+    grad = _dense(grad).float()
+    return grad if owned.factors.accumulator is None else grad + owned.factors.accumulator
