@@ -1,0 +1,208 @@
+"""From a Megatron model to a Megatron optimizer, in the two places where Megatron builds them.
+
+Order: :func:`prepare` on the built model, then Float16Module and DDP, then :func:`get_forge_optimizer`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig
+from megatron.core.rerun_state_machine import RerunMode
+from torch import nn
+
+from forge_megatron.megatron.checkpoint import Layout
+from forge_megatron.megatron.convert import Conversion, conversion_of, convert, global_names, unwrap
+from forge_megatron.megatron.ddp import observe
+from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
+from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
+from forge_megatron.optimizer import ForgeOptimizer
+
+_UPDATES = ("auto", "backward", "step")
+
+
+@dataclass(frozen=True)
+class ForgeOptions:
+    """The ``--forge-*`` arguments.
+
+    Attributes:
+        recipe: state format and weight store of the owned weights; None: the parameter's dtype, nearest.
+        update: ``"backward"``, ``"step"`` (wait), or ``"auto"``: in backward unless a switch waits.
+        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+    """
+
+    recipe: str | None = None
+    update: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self):
+        if self.update not in _UPDATES:
+            raise ValueError(f"update={self.update!r} is unknown; use one of {', '.join(_UPDATES)}")
+
+
+def prepare(model_chunks: Iterable[nn.Module], *further_configs: object) -> list[Conversion]:
+    """Swaps the linears' classes and keeps the owned weights out of the gradient buffers to come.
+
+    Call it on the built model, before Float16Module, DDP and the optimizer. Changes nothing if it raises.
+
+    Args:
+        model_chunks: the model, one chunk a virtual pipeline stage.
+        further_configs: DistributedDataParallelConfig and OptimizerConfig, where they are known already.
+
+    Raises:
+        NotImplementedError: a switch that is not built, by name.
+        ValueError: there is no weight that FORGE could step.
+    """
+    model_chunks = list(model_chunks)
+    check(_facts(model_chunks, *further_configs))
+    conversions = [convert(chunk) for chunk in model_chunks]
+    if not any(conversion.owned for conversion in conversions):
+        reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
+        raise ValueError(
+            f"FORGE found no weight that it can step ({'; '.join(sorted(reasons))}); "
+            "with Transformer Engine, build the model from forge_megatron.megatron.spec"
+        )
+    for conversion in conversions:
+        conversion.exclude()
+    return conversions
+
+
+def get_forge_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: dict | None = None,
+    *,
+    options: ForgeOptions | None = None,
+    num_microbatches: int | None = None,
+    rerun_mode: RerunMode = RerunMode.DISABLED,
+    **megatron_arguments: Any,
+) -> ForgeChainedOptimizer:
+    """``megatron.core.optimizer.get_megatron_optimizer`` with the owned weights stepped by FORGE.
+
+    Args:
+        config: Megatron's optimizer config; its AdamW hyperparameters are the rule's.
+        model_chunks: the chunks that :func:`prepare` saw, wrapped by DDP or not.
+        config_overrides: as Megatron's.
+        options: recipe, time of update, backend.
+        num_microbatches: a step; default: Megatron's calculator.
+        rerun_mode: of Megatron's rerun state machine.
+        megatron_arguments: further arguments of ``get_megatron_optimizer``.
+
+    Returns:
+        A ``ChainedOptimizer`` for Megatron's training loop.
+
+    Raises:
+        RuntimeError: :func:`prepare` was not called before DDP was built.
+        NotImplementedError: a switch that is not built, by name.
+        ValueError: ``update="backward"`` beside a switch that waits, by name.
+    """
+    options = options or ForgeOptions()
+    conversions = [conversion_of(chunk) for chunk in model_chunks]
+    if any(conversion is None for conversion in conversions):
+        raise RuntimeError("call forge_megatron.megatron.prepare(model_chunks) before DDP is built")
+    ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+    facts = _facts(
+        model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode
+    )
+    check(facts)
+    waits = _choose_update(options.update, reasons_to_wait(facts))
+
+    for conversion in conversions:
+        conversion.exclude()
+    try:
+        theirs = megatron_optimizer.get_megatron_optimizer(
+            config, model_chunks, config_overrides, **megatron_arguments
+        )
+    finally:
+        for conversion in conversions:
+            conversion.include()
+    dense, *experts = theirs.chained_optimizers if isinstance(theirs, ChainedOptimizer) else [theirs]
+    layout = _layout(config, model_chunks, config_overrides, conversions)
+    forge = _forge(config, options, layout, conversions, waits)
+    optimizer = ForgeMegatronOptimizer(dense, forge, layout, waits=waits)
+    for chunk in model_chunks:
+        observe(chunk, optimizer)
+    return ForgeChainedOptimizer([optimizer, *experts])
+
+
+def _choose_update(update: str, reasons: list[str]) -> bool:
+    if update == "backward" and reasons:
+        raise ValueError(
+            f"update='backward' cannot be exact with {', '.join(reasons)}; turn these off, or use update='auto'"
+        )
+    return update == "step" or bool(reasons)
+
+
+def _facts(
+    model_chunks: Sequence[nn.Module],
+    *configs: object,
+    num_microbatches: int | None = None,
+    rerun_mode: RerunMode = RerunMode.DISABLED,
+) -> Facts:
+    if num_microbatches is None:
+        try:
+            num_microbatches = get_num_microbatches()
+        except AttributeError:  # the calculator was not initialised: a loop of its own
+            num_microbatches = 1
+    return Facts(
+        configs=(unwrap(model_chunks[0]).config, *configs),
+        num_microbatches=num_microbatches,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        rerun_mode=RerunMode(rerun_mode).value,
+    )
+
+
+def _layout(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: dict | None,
+    conversions: Sequence[Conversion],
+) -> Layout:
+    """Megatron's own grouping (decay, learning rate and its multipliers) over all dense parameters."""
+    if config_overrides is None and "get_standard_config_overrides" in vars(megatron_optimizer):
+        config_overrides = megatron_optimizer.get_standard_config_overrides(config)
+    groups = megatron_optimizer._get_param_groups(list(model_chunks), config, config_overrides)
+    names = {}
+    for index, chunk in enumerate(model_chunks):
+        model = unwrap(chunk)
+        known = global_names(model)
+        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
+        names.update((p, prefix + known[name]) for name, p in model.named_parameters())
+    owned = frozenset(id(p) for conversion in conversions for p in conversion.owned.values())
+    return Layout([group for group in groups if not group["is_expert_parallel"]], names, owned)
+
+
+def _forge(
+    config: OptimizerConfig,
+    options: ForgeOptions,
+    layout: Layout,
+    conversions: Sequence[Conversion],
+    waits: bool,
+) -> ForgeOptimizer:
+    groups = []
+    for group in layout.groups:
+        members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
+        if members:
+            groups.append({**group, "params": members})
+    forge = ForgeOptimizer(
+        groups,
+        "adamw",
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        recipe=options.recipe,
+        backend=options.backend,
+        waiting=waits,
+        accumulation_steps=None if waits else 1,
+    )
+    for conversion in conversions:
+        for weight in conversion.owned.values():
+            forge.own(weight, layout.names[weight])
+    return forge

@@ -1,0 +1,144 @@
+"""Which weights of a Megatron model FORGE steps, and the swap of their modules' classes in place.
+
+Works on an already built model, so that any layer spec, and ``output_layer``, which is in no spec, are
+reached. A weight whose local gradient is not complete, or whose gradient Megatron treats on its own,
+stays with Megatron's optimizer; :class:`Conversion` keeps the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import nn
+
+from forge_megatron.linear.ownership import FUSABLE_DTYPES
+from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
+
+_SWAP = {ColumnParallelLinear: ForgeColumnParallelLinear, RowParallelLinear: ForgeRowParallelLinear}
+_ATTRIBUTE = "forge_conversion"
+
+
+@dataclass
+class Conversion:
+    """What FORGE takes of one model chunk.
+
+    Attributes:
+        owned: global parameter name to parameter, for the weights that FORGE steps.
+        kept: global parameter name to the reason why Megatron's optimizer steps it.
+    """
+
+    owned: dict[str, nn.Parameter] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def exclude(self) -> None:
+        """Before DDP and Megatron's optimizer are built: ``requires_grad`` is the only test both make."""
+        for weight in self.owned.values():
+            weight.requires_grad_(False)
+
+    def include(self) -> None:
+        """After both are built. Earlier, Megatron's optimizer would track the weights a second time."""
+        for weight in self.owned.values():
+            weight.requires_grad_(True)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP and Float16Module."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def global_names(model: nn.Module) -> dict[str, str]:
+    """Parameter names with the layer's number in the whole model, whatever the pipeline stage.
+
+    Returns:
+        Name in ``model.named_parameters()`` to its name with ``layers.<global number>``.
+    """
+    numbered = {
+        name: f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number")
+    }
+    names = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        prefix = next((known for known in numbered if name.startswith(known + ".")), None)
+        names[name] = name if prefix is None else numbered[prefix] + name[len(prefix) :]
+    return names
+
+
+def conversion_of(model: nn.Module) -> Conversion | None:
+    """What :func:`convert` found in this model, or None if it was never converted."""
+    return getattr(unwrap(model), _ATTRIBUTE, None)
+
+
+def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
+    """None if FORGE steps ``weight`` in the backward of ``module``."""
+    if type(module) not in _SWAP and type(module) not in _SWAP.values():
+        return f"{type(module).__name__} is not a linear that FORGE knows"
+    if module.is_expert:
+        return "expert weight: the grouped step is not built yet"
+    if type(weight) is not nn.Parameter:
+        return f"the weight is a {type(weight).__name__}"
+    if getattr(weight, "is_gtp_weight_remat", False):
+        return "sharded once more by gtp_weight_remat"
+    if not getattr(weight, "allreduce", True):
+        return "its data-parallel group is not the dense one"
+    if getattr(weight, "grad_norm_group", None) is not None:
+        return f"clipped by a norm of its own ({weight.grad_norm_group})"
+    if getattr(weight, "shared_embedding", False):
+        return "tied over pipeline stages: Megatron sums its two gradients"
+    if weight.dtype not in FUSABLE_DTYPES:
+        return f"dtype {weight.dtype}"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return "a gradient hook is registered on the weight"
+    return None
+
+
+def _multiplied_weight(model: nn.Module, module: nn.Module) -> nn.Parameter | None:
+    """The weight that the module multiplies with; a tied head multiplies with the embedding's."""
+    if module.weight is not None:
+        return module.weight
+    if module is getattr(model, "output_layer", None) and getattr(model, "pre_process", False):
+        return model.shared_embedding_or_output_weight()
+    return None
+
+
+def convert(model: nn.Module) -> Conversion:
+    """Swaps the classes of the model's Megatron linears in place, and says which weights FORGE can step.
+
+    Nothing trains differently yet: a swapped linear is Megatron's until an optimizer owns its weight.
+    Frozen weights (``requires_grad`` False) are left alone.
+
+    Args:
+        model: one model chunk, before Float16Module and DDP.
+
+    Returns:
+        The conversion, also kept on the model for :func:`conversion_of`. A second call returns the first.
+    """
+    model = unwrap(model)
+    known = conversion_of(model)
+    if known is not None:
+        return known
+    names = global_names(model)
+    by_identity = {id(p): names[name] for name, p in model.named_parameters()}
+    conversion = Conversion()
+    for module in model.modules():
+        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            continue
+        weight = _multiplied_weight(model, module)
+        if weight is None or not weight.requires_grad:
+            continue
+        reason = _reason_kept(module, weight)
+        if reason is not None:
+            conversion.kept[by_identity[id(weight)]] = reason
+            continue
+        module.__class__ = _SWAP.get(type(module), type(module))
+        conversion.owned[by_identity[id(weight)]] = weight
+    for weight in conversion.owned.values():
+        conversion.kept.pop(by_identity[id(weight)], None)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and names[name] not in conversion.owned:
+            conversion.kept.setdefault(names[name], "not the weight of a tensor-parallel linear")
+    setattr(model, _ATTRIBUTE, conversion)
+    return conversion

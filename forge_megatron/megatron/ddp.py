@@ -1,0 +1,31 @@
+"""What Megatron tells its DDP wrapper about gradients, and an owned weight has to hear too.
+
+Wraps methods of the DDP *instance*: Megatron's training loop overwrites the hooks of the model config.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from forge_megatron.megatron.optimizer import ForgeMegatronOptimizer
+
+
+def observe(chunk: nn.Module, optimizer: ForgeMegatronOptimizer) -> None:
+    """Passes the per-token scale, which Megatron applies to its gradient buffers, on to the owned weights.
+
+    Args:
+        chunk: the DDP wrapper of one model chunk; a module without ``scale_gradients`` is left alone.
+        optimizer: told the factor.
+    """
+    scale_gradients = getattr(chunk, "scale_gradients", None)
+    if scale_gradients is None:
+        return
+
+    def scale_all(scaling_factor) -> None:
+        scale_gradients(scaling_factor)
+        optimizer.set_gradient_scale(scaling_factor)
+
+    chunk.scale_gradients = scale_all

@@ -1,0 +1,229 @@
+"""The optimizer that Megatron's training loop drives: Megatron's own for its parameters, FORGE's for the owned.
+
+:class:`ForgeMegatronOptimizer` pairs the two and takes part in Megatron's protocol: one gradient norm over
+both, one clip coefficient, one decision to skip, one checkpoint. :class:`ForgeChainedOptimizer` is Megatron's
+chain, which hands the total norm on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from forge_megatron.megatron import checkpoint
+from forge_megatron.megatron.replicas import expect_equal_replicas
+from forge_megatron.optimizer import ForgeOptimizer
+
+
+class ForgeMegatronOptimizer(MegatronOptimizer):
+    """Megatron's optimizer ``dense`` with the owned weights' FORGE optimizer beside it.
+
+    Args:
+        dense: Megatron's optimizer (FP32 or Float16) for the dense parameters that FORGE does not step; may
+            be a stub.
+        forge: steps the owned weights.
+        layout: which optimizer steps which parameter, in the order a run without FORGE has them.
+        waits: every update is made at ``step()``.
+    """
+
+    def __init__(self, dense: MegatronOptimizer, forge: ForgeOptimizer, layout: checkpoint.Layout, *, waits: bool):
+        super().__init__(dense.optimizer, dense.config, dense.init_state_fn)
+        self.dense = dense
+        self.forge = forge
+        self.layout = layout
+        self.waits = waits
+        self.is_stub_optimizer = False
+        self.grad_stats_parallel_group = dense.get_grad_stats_parallel_group()
+        self.tp_group = getattr(dense, "tp_group", None)
+        self.expert_tp_group = getattr(dense, "expert_tp_group", None)
+        self._gradient_scale: Tensor | float = 1.0
+        self._coefficient = 1.0
+        self._norms: Tensor | None = None
+        self._replicas_checked = False
+        owned = [p for group in forge.param_groups for p in group["params"]]
+        self._counted = torch.tensor(
+            [
+                index
+                for index, p in enumerate(owned)
+                if param_is_not_shared(p)
+                and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, self.tp_group)
+            ],
+            dtype=torch.long,
+            device=owned[0].device,
+        )
+        scaler = getattr(dense, "grad_scaler", None)
+        if scaler is not None:
+            self._unscale_dense = dense._unscale_main_grads_and_check_for_nan
+            dense._unscale_main_grads_and_check_for_nan = self._unscale_and_check_for_nan
+
+    # ---- what finalize_model_grads and the chain tell it
+
+    def set_gradient_scale(self, factor: Tensor | float) -> None:
+        """Megatron scaled the gradients that it holds (``1 / tokens``); the owned ones follow at ``step()``.
+
+        Raises:
+            RuntimeError: the weights have been stepped in backward, without the factor.
+        """
+        if not self.waits:
+            raise RuntimeError(
+                f"gradients are scaled by {factor} after backward, when owned weights have already been "
+                "stepped; set calculate_per_token_loss before the optimizer is built, or pass --forge-update step"
+            )
+        self._gradient_scale = factor.float() if isinstance(factor, Tensor) else factor
+
+    def set_total_norm(self, norm: float) -> None:
+        """The global norm over all optimizers of the chain; gives the clip coefficient (Megatron's formula)."""
+        clip = self.config.clip_grad
+        self._coefficient = min(clip / (norm + 1.0e-6), 1.0) if clip > 0.0 else 1.0
+
+    # ---- Megatron's protocol
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose ``.grad`` Megatron may scale: an owned weight is clipped in its update."""
+        return self.dense.get_parameters()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [*self.dense.param_groups, *self.forge.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.dense.zero_grad(set_to_none)
+        self.forge.zero_grad(set_to_none)
+        self._forget()
+
+    def get_loss_scale(self) -> Tensor:
+        return self.dense.get_loss_scale()
+
+    def reload_model_params(self, state_dict=None) -> None:
+        """After weights were changed from outside: the fp32 masters follow."""
+        self.dense.reload_model_params(state_dict=state_dict)
+        for parameter, state in self.forge.state.items():
+            if "master" in state:
+                state["master"].copy_(parameter.detach())
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        self._norms = self.forge.norms_sq().sqrt()
+        inverse_scale = 1.0 / self.get_loss_scale() if self._has_loss_scale() else None
+        found_inf = self.dense.prepare_grads()
+        if inverse_scale is not None:
+            self._gradient_scale = self._gradient_scale * inverse_scale.squeeze()
+        self._norms = self._norms * self._gradient_scale
+        if not self._replicas_checked and not found_inf:
+            expect_equal_replicas(self.layout.dense_parameters(), self.tp_group)
+            self._replicas_checked = True
+        return found_inf
+
+    def _has_loss_scale(self) -> bool:
+        return getattr(self.dense, "grad_scaler", None) is not None
+
+    def _unscale_and_check_for_nan(self) -> bool:
+        """Megatron's check with the owned gradients in it, so that the loss scale backs off for them too."""
+        found = self._unscale_dense()
+        overflow = (~torch.isfinite(self._norms)).any().float().reshape(1)
+        torch.distributed.all_reduce(
+            overflow, op=torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group()
+        )
+        return found or bool(overflow.item() > 0)
+
+    def _owned_for_norm(self) -> list[Tensor]:
+        """One vector: the norm of each owned weight's gradient, once per tensor-parallel group."""
+        return [self._norms[self._counted]] if self._counted.numel() else []
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """megatron-core 0.16's name of :meth:`get_grads_for_grad_norm`."""
+        return self.dense.get_main_grads_for_grad_norm() + self._owned_for_norm()
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """Tensors whose joint norm is the gradient norm; owned weights never have a norm group of their own."""
+        owned = self._owned_for_norm() if grad_norm_group is None else []
+        return self.dense.get_grads_for_grad_norm(grad_norm_group) + owned
+
+    def count_zeros(self) -> float:
+        raise NotImplementedError(
+            "log_num_zeros_in_grad: the gradients of owned weights are not stored; turn it off"
+        )
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        success = self.dense.step_with_ready_grads()
+        if self.waits:
+            self.forge.step(gradient_multiplier=self._gradient_scale * self._coefficient)
+        else:
+            self.forge.step()
+        self._forget()
+        return success
+
+    def discard(self) -> None:
+        """Drops the factors of a step that is skipped; nothing has been changed."""
+        self.forge.zero_grad()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._gradient_scale = self._coefficient = 1.0
+        self._norms = None
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """Steps both; a chain of this one optimizer, which is what Megatron's loop always builds."""
+        return ForgeChainedOptimizer([self]).step()
+
+    def offload_to_cpu(self) -> None:
+        raise NotImplementedError("offload_to_cpu: owned weights and their states stay on their device")
+
+    restore_from_cpu = offload_to_cpu
+
+    # ---- checkpoints, in the format of a run without FORGE
+
+    def state_dict(self) -> dict[str, Any]:
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.load_state_dict(self, state_dict)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None, **_: Any
+    ) -> dict[str, Any]:
+        return checkpoint.sharded_state_dict(self, model_sharded_state_dict, is_loading)
+
+
+class ForgeChainedOptimizer(ChainedOptimizer):
+    """Megatron's chain; the total norm reaches the owned weights, and a norm that is not finite skips the step.
+
+    Megatron without a loss scaler would write the NaN into every weight. A step that is skipped here changes
+    no weight, state or step count, and Megatron's loop counts it among the skipped iterations.
+    """
+
+    def __init__(self, chained_optimizers: list[MegatronOptimizer]):
+        super().__init__(chained_optimizers)
+        self._forges = [o for o in chained_optimizers if isinstance(o, ForgeMegatronOptimizer)]
+        self._total_norm = math.nan
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        found_inf = super().prepare_grads()
+        if found_inf:
+            for optimizer in self._forges:
+                optimizer.discard()
+        return found_inf
+
+    @torch.no_grad()
+    def get_grad_norm(self):
+        norm = super().get_grad_norm()
+        self._total_norm = float(norm)
+        for optimizer in self._forges:
+            optimizer.set_total_norm(self._total_norm)
+        return norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        if not math.isfinite(self._total_norm) and all(optimizer.waits for optimizer in self._forges):
+            for optimizer in self._forges:
+                optimizer.discard()
+            return False
+        return super().step_with_ready_grads()
