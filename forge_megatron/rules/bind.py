@@ -10,10 +10,9 @@ import torch
 torch_language = SimpleNamespace(
     abs=torch.abs,
     cast=torch.Tensor.to,
-    div_rn=torch.div,
     maximum=torch.maximum,
     minimum=torch.minimum,
-    sqrt_rn=torch.sqrt,
+    sqrt=torch.sqrt,
     where=torch.where,
     bfloat16=torch.bfloat16,
     float16=torch.float16,

@@ -14,7 +14,7 @@ REGIMES = ("fused",)
 _registry: dict[str, Rule] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One optimizer, written once and run by every backend.
 

@@ -45,8 +45,8 @@ def update(g, w, states, h):
     w = w * decay
     exp_avg = exp_avg + (g - exp_avg) * weight1
     exp_avg_sq = exp_avg_sq * beta2 + g * g * weight2
-    denom = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
-    w = w - step_size * tl.div_rn(exp_avg, denom)
+    denom = tl.sqrt(exp_avg_sq) / bias_correction2_sqrt + eps
+    w = w - step_size * (exp_avg / denom)
     return w, (exp_avg, exp_avg_sq)
 
 

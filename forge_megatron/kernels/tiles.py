@@ -1,0 +1,46 @@
+"""Launch configurations of the weight-gradient kernel, by shape and dtype.
+
+Fixed, so that a step neither tunes on live weights nor differs between replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One launch configuration.
+
+    Attributes:
+        block_o, block_i: the tile of the gradient that one program forms.
+        block_t: tokens of one step of the reduction.
+        group: tiles of consecutive rows that run together and share their X in L2.
+        parts: column parts in which the epilogue walks the tile: only one part's weight, states
+            and master are in registers beside the gradient.
+        num_warps, num_stages: Triton's.
+    """
+
+    block_o: int
+    block_i: int
+    block_t: int
+    group: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+LARGE = Tile(128, 128, 64, group=8, parts=4, num_warps=8, num_stages=3)
+SMALL = Tile(64, 64, 64, group=8, parts=2, num_warps=4, num_stages=4)
+LARGE_FP32 = Tile(128, 64, 16, group=8, parts=2, num_warps=8, num_stages=3)
+SMALL_FP32 = Tile(64, 64, 16, group=8, parts=2, num_warps=4, num_stages=3)
+
+#: Below this many large tiles, small ones fill the GPU better (an H200 has 132 processors).
+FEW_TILES = 132
+
+
+def choose_tile(rows: int, columns: int, fp32: bool) -> Tile:
+    """Return the tile for an ``[rows, columns]`` gradient whose operands multiply in fp32 or not."""
+    large, small = (LARGE_FP32, SMALL_FP32) if fp32 else (LARGE, SMALL)
+    tiles = -(-rows // large.block_o) * -(-columns // large.block_i)
+    return small if tiles < FEW_TILES else large

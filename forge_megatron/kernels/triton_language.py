@@ -1,0 +1,86 @@
+"""``triton.language`` as rules, formats and kernels use it, compiled or interpreted.
+
+Triton's interpreter keeps bf16 as raw 16-bit integers: its products are garbage and its rounding
+truncates. Both are done by hand here where the interpreter runs, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+
+import torch
+import triton
+import triton.language as tl
+
+from ..formats import StateFormat
+from ..rules import Rule, bind
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+TL_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """Round fp32 ``x`` to ``dtype``, to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot_fp32(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` in fp32. Operands of two dtypes meet in fp32, which holds both."""
+    if a.dtype != b.dtype or (INTERPRETED and a.dtype == tl.bfloat16):
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) <= 3.4028234663852886e38
+
+
+@triton.jit
+def load_scalars(pointer, COUNT: tl.constexpr):
+    """Load ``COUNT`` hyperparameters as the tuple ``h`` that a rule's update takes."""
+    h = ()
+    for index in tl.static_range(COUNT):
+        h = h + (tl.load(pointer + index),)
+    return h
+
+
+class _InterpretedLanguage:
+    """``triton.language`` with a ``cast`` that rounds bf16; looked up late, as it is patched."""
+
+    cast = staticmethod(round_to)
+
+    def __getattr__(self, name: str):
+        return getattr(tl, name)
+
+
+@functools.cache
+def _jit(function: FunctionType):
+    if INTERPRETED.value:
+        # A kernel that is interpreted is Python, and so is what it calls.
+        return bind(function, _InterpretedLanguage())
+    return triton.jit(bind(function, tl))
+
+
+def compiled_update(rule: Rule):
+    """Return ``rule.update`` as a Triton function."""
+    return _jit(rule.update)
+
+
+def compiled_format(fmt: StateFormat):
+    """Return ``(decode, encode)`` of a state format as Triton functions."""
+    return _jit(fmt.decode), _jit(fmt.encode)

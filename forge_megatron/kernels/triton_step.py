@@ -1,0 +1,217 @@
+"""The multi-tensor step: many weights of any shapes, one launch for all that are stored alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .slot import Slot
+from .triton_language import (
+    TL_DTYPES,
+    compiled_format,
+    compiled_update,
+    is_finite,
+    load_scalars,
+    round_to,
+)
+from .triton_wgrad import shared_format
+
+#: Elements that one program steps, and that one lane of the norm's reduction sums.
+BLOCK = 2048
+NUM_WARPS = 8
+
+#: Tables that are kept on the device. A captured step must find its table here.
+MAX_TABLES = 64
+
+_tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+
+@triton.jit
+def pointer(table, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(table + column)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def multi_tensor_step_kernel(
+    table,
+    owners,
+    multiplier,
+    partials,
+    UPDATE: tl.constexpr,
+    DECODE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    N_STATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    STATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program) * COLUMNS
+    first = tl.load(row + 1)
+    size = tl.load(row + 2)
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+    h = load_scalars(pointer(row, 4, tl.float32, False), N_SCALARS)
+    weight = pointer(row, 5, WEIGHT, ALIGNED)
+    grad = pointer(row, 6, GRAD, ALIGNED)
+    offset = (program - first) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < size
+
+    g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    if partials is not None:
+        tl.store(partials + program, tl.sum(g * g))
+    if multiplier is not None:
+        g *= tl.load(multiplier)
+    if MASTER:
+        master = pointer(row, 7 + N_STATES, tl.float32, ALIGNED)
+        w = tl.load(master + offset, mask=inside, other=0.0)
+    else:
+        w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
+    old = ()
+    for index in tl.static_range(N_STATES):
+        state = pointer(row, 7 + index, STATE, ALIGNED)
+        old = old + (DECODE(tl.load(state + offset, mask=inside, other=0.0)),)
+    new_w, new = UPDATE(g, w, old, h)
+    finite = is_finite(g)
+    for index in tl.static_range(N_STATES):
+        state = pointer(row, 7 + index, STATE, ALIGNED)
+        kept = tl.where(finite, new[index], old[index])
+        tl.store(state + offset, ENCODE(kept), mask=inside)
+    w = tl.where(finite, new_w, w)
+    if MASTER:
+        tl.store(master + offset, w, mask=inside)
+    tl.store(weight + offset, round_to(w, WEIGHT), mask=inside)
+
+
+@triton.jit
+def sum_partials_kernel(table, partials, COLUMNS: tl.constexpr, LANES: tl.constexpr):
+    row = table + tl.program_id(0) * COLUMNS
+    blocks = tl.load(row)
+    first = tl.load(row + 1)
+    norm_sq = tl.load(row + 3)
+    if norm_sq != 0:
+        total = tl.zeros((LANES,), tl.float64)
+        for start in range(0, blocks, LANES):
+            lane = start + tl.arange(0, LANES)
+            part = tl.load(partials + first + lane, mask=lane < blocks, other=0.0)
+            total += part.to(tl.float64)
+        tl.store(norm_sq.to(tl.pointer_type(tl.float32)), tl.sum(total).to(tl.float32))
+
+
+def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
+    """Launch the step of all slots, on operands that the caller checked."""
+    groups = defaultdict(list)
+    staged = []
+    for slot, grad in zip(slots, grads, strict=True):
+        if slot.weight.numel() == 0:
+            if slot.norm_sq is not None:
+                slot.norm_sq.data.zero_()
+            continue
+        dense, grad = _densify(slot, grad)
+        if dense is not slot:
+            staged.append((slot, dense))
+        tensors = [grad, *(tensor for _, tensor in dense.tensors())]
+        aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and grad.numel() % 16 == 0
+        key = (
+            slot.rule,
+            shared_format(slot),
+            slot.weight.dtype,
+            grad.dtype,
+            slot.master is not None,
+            aligned,
+        )
+        groups[key].append((dense, grad))
+    for key, members in groups.items():
+        _launch(*key, *zip(*members, strict=True), multiplier)
+    for slot, dense in staged:
+        for (_, target), (_, source) in zip(slot.tensors(), dense.tensors(), strict=True):
+            target.data.copy_(source)
+
+
+def _launch(rule, fmt, weight_dtype, grad_dtype, master, aligned, slots, grads, multiplier) -> None:
+    device = slots[0].weight.device
+    table, owners = _device_table(slots, grads)
+    partials = None
+    if any(slot.norm_sq is not None for slot in slots):
+        partials = torch.empty(owners.shape, dtype=torch.float32, device=device)
+    decode, encode = compiled_format(fmt)
+    multi_tensor_step_kernel[(owners.numel(),)](
+        table,
+        owners,
+        multiplier,
+        partials,
+        UPDATE=compiled_update(rule),
+        DECODE=decode,
+        ENCODE=encode,
+        N_SCALARS=rule.n_scalars,
+        N_STATES=len(rule.states),
+        COLUMNS=table.shape[1],
+        MASTER=master,
+        WEIGHT=TL_DTYPES[weight_dtype],
+        GRAD=TL_DTYPES[grad_dtype],
+        STATE=TL_DTYPES[fmt.dtype],
+        ALIGNED=aligned,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    if partials is not None:
+        sum_partials_kernel[(len(slots),)](table, partials, COLUMNS=table.shape[1], LANES=1024)
+
+
+def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ``(table, owners)``: a row of addresses a slot, and each program's row."""
+    rows = []
+    first = 0
+    for slot, grad in zip(slots, grads, strict=True):
+        blocks = triton.cdiv(grad.numel(), BLOCK)
+        norm_sq = 0 if slot.norm_sq is None else slot.norm_sq.data_ptr()
+        weight, *rest = (tensor.data_ptr() for _, tensor in slot.tensors())
+        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), *rest)
+        rows.append((blocks, first, grad.numel(), norm_sq, *addresses))
+        first += blocks
+    device = slots[0].weight.device
+    key = (device, *rows)
+    if key not in _tables:
+        if len(_tables) >= MAX_TABLES:
+            _tables.clear()
+        host = torch.tensor(rows, dtype=torch.int64)
+        owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), host[:, 0])
+        _tables[key] = (_to_device(host, device), _to_device(owners, device))
+    return _tables[key]
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:
+    """Return them such that equal offsets are equal coordinates, copied where they were not."""
+    # empty_like keeps the strides of a tensor exactly where it has no holes and no overlap.
+    layout = torch.empty_like(slot.weight, device="meta").stride()
+    if any(tensor.stride() != layout for _, tensor in slot.tensors()):
+        slot = replace(
+            slot,
+            weight=slot.weight.contiguous(),
+            states=tuple(state.contiguous() for state in slot.states),
+            master=None if slot.master is None else slot.master.contiguous(),
+        )
+        layout = slot.weight.stride()
+    if grad.stride() != layout:
+        grad = torch.empty_like(slot.weight, dtype=grad.dtype).copy_(grad)
+    return slot, grad

@@ -1,0 +1,90 @@
+"""One tile of the weight gradient: where it lies, and its sum over the tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_language import dot_fp32
+
+
+@triton.jit
+def tile_position(O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of this program's tile, in grouped order (shared X in L2)."""
+    program = tl.program_id(0)
+    tiles_o = tl.cdiv(O, BLOCK_O)
+    per_group = GROUP * tl.cdiv(I, BLOCK_I)
+    first = (program // per_group) * GROUP
+    height = tl.minimum(tiles_o - first, GROUP)
+    tile_o = first + (program % per_group) % height
+    tile_i = (program % per_group) // height
+    return tile_o * BLOCK_O, tile_i * BLOCK_I
+
+
+@triton.jit
+def locate(row, column, strides, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, OFFSET: tl.constexpr):
+    """Offsets of a tile of an ``[O, I]`` tensor: of its corner (int64), and from there (OFFSET)."""
+    stride_o, stride_i = strides
+    corner = row.to(tl.int64) * stride_o + column.to(tl.int64) * stride_i
+    rows = tl.arange(0, BLOCK_O).to(OFFSET)[:, None]
+    columns = tl.arange(0, BLOCK_I).to(OFFSET)[None, :]
+    return corner, rows * stride_o + columns * stride_i
+
+
+@triton.jit
+def in_range(row, column, O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    rows = row + tl.arange(0, BLOCK_O)
+    columns = column + tl.arange(0, BLOCK_I)
+    return (rows < O)[:, None] & (columns < I)[None, :]
+
+
+@triton.jit
+def gradient_tile(
+    dys,
+    xs,
+    tokens,
+    strides,
+    row,
+    column,
+    O,
+    I,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of ``sum over segments of dY^T X``; zero outside ``[O, I]``."""
+    acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
+    row_inside = (row + tl.arange(0, BLOCK_O) < O)[:, None]
+    column_inside = (column + tl.arange(0, BLOCK_I) < I)[None, :]
+    for segment in tl.static_range(len(dys)):
+        dy_t, dy_o, x_t, x_i = strides[segment]
+        zero = row * 0
+        dy_corner, dy_tile = locate(row, zero, (dy_o, dy_t), BLOCK_O, BLOCK_T, OFFSET)
+        x_corner, x_tile = locate(zero, column, (x_t, x_i), BLOCK_T, BLOCK_I, OFFSET)
+        dy = dys[segment] + dy_corner
+        x = xs[segment] + x_corner
+        block = tl.full((), BLOCK_T, tl.int64)
+        for start in range(0, tokens[segment], BLOCK_T):
+            inside = tl.arange(0, BLOCK_T) < tokens[segment] - start
+            a = tl.load(dy + dy_tile, mask=row_inside & inside[None, :], other=0.0)
+            b = tl.load(x + x_tile, mask=inside[:, None] & column_inside, other=0.0)
+            acc = dot_fp32(a, b, acc, PRECISION)
+            dy += block * dy_t
+            x += block * x_t
+    return acc
+
+
+@triton.jit
+def column_parts(tile, PARTS: tl.constexpr):
+    """Cut a tile into ``PARTS`` (a power of two) tiles of adjacent columns, from left to right."""
+    parts = (tile,)
+    for _ in tl.static_range(PARTS.bit_length() - 1):
+        halves = ()
+        for index in tl.static_range(len(parts)):
+            whole = parts[index]
+            pair = whole.reshape(whole.shape[0], 2, whole.shape[1] // 2).permute(0, 2, 1)
+            halves = halves + pair.split()
+        parts = halves
+    return parts

@@ -1,0 +1,295 @@
+"""The fused weight gradient and optimizer step: the portable Triton kernels.
+
+A program forms one tile of ``G = dY^T X`` in fp32 registers (FORGE, algorithm 1) and hands it to
+one of three epilogues: step it, take its norm, or add it to an accumulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import state_format, state_format_of
+from .slot import Segment, Slot
+from .tiles import Tile, choose_tile
+from .triton_language import (
+    compiled_format,
+    compiled_update,
+    is_finite,
+    load_scalars,
+    round_to,
+)
+from .triton_tile import column_parts, gradient_tile, in_range, locate, tile_position
+
+#: Segments of one launch: each unrolls another token loop. What is beyond is concatenated first.
+MAX_SEGMENTS = 4
+
+#: Strides from here on need 64-bit offsets inside a tile: a tile spans at most 384 strides.
+WIDE_STRIDE = 1 << 22
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def wgrad_step_kernel(
+    dys,
+    xs,
+    tokens,
+    strides,
+    accumulator,
+    accumulator_strides,
+    weight,
+    weight_strides,
+    states,
+    master,
+    state_strides,
+    scalars,
+    multiplier,
+    partials,
+    O,
+    I,
+    UPDATE: tl.constexpr,
+    DECODE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
+    tile = gradient_tile(
+        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
+    )
+    h = load_scalars(scalars, N_SCALARS)
+    sum_of_squares = 0.0
+    tiles = column_parts(tile, PARTS)
+    WIDTH: tl.constexpr = BLOCK_I // PARTS
+    for part in tl.static_range(PARTS):
+        g = tiles[part]
+        first = column + part * WIDTH
+        inside = in_range(row, first, O, I, BLOCK_O, WIDTH)
+        if accumulator is not None:
+            corner, offset = locate(row, first, accumulator_strides, BLOCK_O, WIDTH, OFFSET)
+            added = tl.load(accumulator + corner + offset, mask=inside, other=0.0)
+            g += added.to(tl.float32)
+        if partials is not None:
+            sum_of_squares += tl.sum(g * g)
+        if multiplier is not None:
+            g *= tl.load(multiplier)
+        corner, offset = locate(row, first, weight_strides, BLOCK_O, WIDTH, OFFSET)
+        weights = weight + corner + offset
+        corner, offset = locate(row, first, state_strides, BLOCK_O, WIDTH, OFFSET)
+        if master is not None:
+            w = tl.load(master + corner + offset, mask=inside, other=0.0)
+        else:
+            w = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
+        old = ()
+        for index in tl.static_range(len(states)):
+            stored = tl.load(states[index] + corner + offset, mask=inside, other=0.0)
+            old = old + (DECODE(stored),)
+        new_w, new = UPDATE(g, w, old, h)
+        # Selecting values, not masking stores: a mask that differs between neighbours would
+        # split every vector store.
+        finite = is_finite(g)
+        for index in tl.static_range(len(states)):
+            kept = tl.where(finite, new[index], old[index])
+            tl.store(states[index] + corner + offset, ENCODE(kept), mask=inside)
+        w = tl.where(finite, new_w, w)
+        if master is not None:
+            tl.store(master + corner + offset, w, mask=inside)
+        tl.store(weights, round_to(w, weight.dtype.element_ty), mask=inside)
+    if partials is not None:
+        tl.store(partials + tl.program_id(0), sum_of_squares)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def wgrad_norm_kernel(
+    dys,
+    xs,
+    tokens,
+    strides,
+    accumulator,
+    accumulator_strides,
+    partials,
+    O,
+    I,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
+    g = gradient_tile(
+        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
+    )
+    if accumulator is not None:
+        inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
+        corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
+        g += tl.load(accumulator + corner + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partials + tl.program_id(0), tl.sum(g * g))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def wgrad_accumulate_kernel(
+    dys,
+    xs,
+    tokens,
+    strides,
+    accumulator,
+    accumulator_strides,
+    O,
+    I,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
+    g = gradient_tile(
+        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
+    )
+    inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
+    corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
+    sums = accumulator + corner + offset
+    g += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums, round_to(g, accumulator.dtype.element_ty), mask=inside)
+
+
+def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
+    """Launch the step of one weight, on operands that the caller checked."""
+    rows, columns = slot.weight.shape
+    strides = shared_strides(slot)
+    decode, encode = compiled_format(shared_format(slot))
+    launch = _Launch(segments, accumulator, rows, columns, (*slot.weight.stride(), *strides))
+    partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
+    if launch.grid[0]:
+        wgrad_step_kernel[launch.grid](
+            *launch.operands,
+            slot.weight,
+            slot.weight.stride(),
+            tuple(slot.states),
+            slot.master,
+            strides,
+            slot.scalars,
+            multiplier,
+            partials,
+            rows,
+            columns,
+            UPDATE=compiled_update(slot.rule),
+            DECODE=decode,
+            ENCODE=encode,
+            N_SCALARS=slot.rule.n_scalars,
+            PARTS=launch.tile.parts,
+            **launch.options,
+        )
+    if partials is not None:
+        slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
+
+
+def wgrad_norm_sq(segments, out: Tensor, accumulator) -> None:
+    """Launch the norm of one weight gradient, on operands that the caller checked."""
+    if accumulator is not None:
+        rows, columns = accumulator.shape
+    elif segments:
+        rows, columns = segments[0][0].shape[1], segments[0][1].shape[1]
+    else:
+        rows, columns = 0, 0
+    launch = _Launch(segments, accumulator, rows, columns)
+    partials = launch.partials(out.device)
+    if launch.grid[0]:
+        wgrad_norm_kernel[launch.grid](
+            *launch.operands, partials, rows, columns, **launch.options
+        )
+    out.data.copy_(partials.sum(dtype=torch.float64))
+
+
+def wgrad_accumulate(segments, accumulator: Tensor) -> None:
+    """Launch the accumulation of one weight gradient, on operands that the caller checked."""
+    rows, columns = accumulator.shape
+    launch = _Launch(segments, accumulator, rows, columns)
+    if launch.grid[0]:
+        wgrad_accumulate_kernel[launch.grid](*launch.operands, rows, columns, **launch.options)
+
+
+class _Launch:
+    """What the three kernels are launched with alike."""
+
+    def __init__(self, segments, accumulator, rows: int, columns: int, strides=()):
+        segments = merge_segments([s for s in segments if s[0].shape[0]])
+        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
+        self.tile: Tile = choose_tile(rows, columns, fp32)
+        self.grid = (
+            triton.cdiv(rows, self.tile.block_o) * triton.cdiv(columns, self.tile.block_i),
+        )
+        segment_strides = tuple((*dy.stride(), *x.stride()) for dy, x in segments)
+        accumulator_strides = None if accumulator is None else accumulator.stride()
+        self.operands = (
+            tuple(dy for dy, _ in segments),
+            tuple(x for _, x in segments),
+            tuple(dy.shape[0] for dy, _ in segments),
+            segment_strides,
+            accumulator,
+            accumulator_strides,
+        )
+        largest = max((*strides, *(accumulator_strides or ()), *sum(segment_strides, ())), default=0)
+        self.options = {
+            "BLOCK_O": self.tile.block_o,
+            "BLOCK_I": self.tile.block_i,
+            "BLOCK_T": self.tile.block_t,
+            "GROUP": self.tile.group,
+            "OFFSET": tl.int64 if largest >= WIDE_STRIDE else tl.int32,
+            "PRECISION": "tf32" if fp32 and _tf32_allowed() else "ieee",
+            "num_warps": self.tile.num_warps,
+            "num_stages": self.tile.num_stages,
+        }
+
+    def partials(self, device: torch.device) -> Tensor:
+        """One fp32 sum of squares a tile; their sum has a fixed order, so replicas agree."""
+        return torch.empty(self.grid, dtype=torch.float32, device=device)
+
+
+def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
+    """Return at most ``MAX_SEGMENTS`` segments that hold the same tokens."""
+    segments = list(segments)
+    if len(segments) <= MAX_SEGMENTS:
+        return segments
+    size = -(-len(segments) // MAX_SEGMENTS)
+    merged = []
+    for start in range(0, len(segments), size):
+        dys, xs = zip(*segments[start : start + size], strict=True)
+        merged.append((torch.cat(dys), torch.cat(xs)))
+    return merged
+
+
+def shared_format(slot: Slot):
+    """Return the one format of all states of ``slot``; fp32 where the rule has none."""
+    formats = {state_format_of(state) for state in slot.states}
+    if len(formats) > 1:
+        names = ", ".join(sorted(f.name for f in formats))
+        raise TypeError(f"{slot.name}: its states are stored as {names}; store all of them alike")
+    return formats.pop() if formats else state_format("fp32")
+
+
+def shared_strides(slot: Slot) -> tuple[int, ...]:
+    """Return the one stride of the states and the master of ``slot``; the weight may differ."""
+    others = [tensor for name, tensor in slot.tensors() if name != "weight"] or [slot.weight]
+    # The stride of a dimension of size 1 is never used, and torch sets it as it likes.
+    used = {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in others}
+    if len(used) > 1:
+        raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
+    return others[0].stride()
+
+
+def _tf32_allowed() -> bool:
+    # The older allow_tf32 raises when it is read after this one was set.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
