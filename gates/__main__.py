@@ -1,0 +1,132 @@
+"""``python -m gates``: runs gates, prints a table and writes the receipt.
+
+Exit codes: 0 all green; 1 a gate is red; 2 the command cannot be carried out here; 3 ``--ensure`` refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gates.gate import DTYPES, IDS, MOST_RANKS, Case, Result, get, required, sweep
+from gates.receipt import RECEIPT, Receipt
+from gates.run import run
+
+RED, IMPOSSIBLE, REFUSED = 1, 2, 3
+DEGREES = {"cpu": [2, 4], "cuda": [2]}
+
+
+def parser() -> argparse.ArgumentParser:
+    cli = argparse.ArgumentParser("python -m gates", description=__doc__.split("\n")[0])
+    cli.add_argument("ids", nargs="*", metavar="ID", help=f"gates to run, of {', '.join(IDS)} (default: all)")
+    cli.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    cli.add_argument("--nproc", type=int, metavar="N", help="processes, which is the tensor-parallel degree")
+    job = cli.add_argument_group("what a job needs: its gates, and with --ensure only those that were never run")
+    job.add_argument("--tp", type=int, metavar="N", help="the job's tensor-parallel degree")
+    job.add_argument("--sp", action="store_true", help="the job uses sequence parallelism")
+    job.add_argument("--dtype", choices=DTYPES, default="fp32", help="the dtype of the job's weights")
+    job.add_argument("--ensure", action="store_true", help="exit 3 with the reason where a gate is red or stale")
+    return cli
+
+
+def cases_for(args: argparse.Namespace) -> list[Case]:
+    """The cases that the command line asks for.
+
+    Raises:
+        ValueError: an unknown gate, a degree out of range, or options that exclude each other.
+    """
+    unknown = [name for name in args.ids if name.upper() not in IDS]
+    if unknown:
+        raise ValueError(f"no gate is called {', '.join(unknown)}; there are {', '.join(IDS)}")
+    if args.tp is None and (args.ensure or args.sp or args.dtype != "fp32"):
+        raise ValueError("--ensure, --sp and --dtype describe a job: give its --tp too")
+    if args.tp is not None:
+        if args.ids or args.nproc:
+            raise ValueError("--tp chooses the gates that a job needs: give no ID and no --nproc with it")
+        if args.tp < 1 or (args.sp and args.tp == 1):
+            raise ValueError(f"--tp {args.tp}{' --sp' if args.sp else ''} is no parallel layout")
+        return required(args.tp, args.sp, args.dtype, args.device)
+    if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
+        raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
+    ids = [name.upper() for name in args.ids] or list(IDS)
+    cases = sweep(ids, [args.nproc] if args.nproc else DEGREES[args.device], args.device)
+    if not cases:
+        raise ValueError(f"{', '.join(ids)} does not apply to {args.nproc} processes")
+    return cases
+
+
+def check_devices(cases: list[Case]) -> None:
+    """Raises ValueError where a case needs more GPUs than there are."""
+    if any(case.device == "cuda" for case in cases):
+        needed, there = max(case.tp for case in cases), torch.cuda.device_count()
+        if needed > there:
+            raise ValueError(f"{needed} ranks need as many GPUs, and this machine has {there}: see --nproc")
+
+
+def run_all(cases: list[Case], receipt: Receipt, console: Console) -> list[Result]:
+    """Run the cases one after the other, each written to the receipt as it ends, and print the table."""
+    table = Table(title="gates (ΔW and Δstate are relative RMS)", title_justify="left")
+    for column in ("gate", "ranks", "dtype", "number", "bound", "of", ""):
+        table.add_column(column, justify="right" if column in ("number", "bound") else "left", no_wrap=column != "of")
+    for gate_id in sorted({case.gate for case in cases}, key=IDS.index):
+        console.print(f"{gate_id}: {get(gate_id).compares}", highlight=False, soft_wrap=True)
+    results = []
+    for result in run(cases):
+        case = result.case
+        receipt.add(result)
+        results.append(result)
+        head = (case.gate, f"{case.tp} {case.device}{' sp' * case.sp}", case.dtype)
+        if result.failure:
+            table.add_row(*head, "-", "-", result.failure, "[red]FAIL[/]")
+        for i, reading in enumerate(result.readings):
+            verdict = "[green]pass[/]" if reading.passed else "[red]FAIL[/]"
+            number, bound = f"{reading.value:.2e}", f"{reading.bound:.2e}"
+            table.add_row(*(head if i == 0 else ("",) * 3), number, bound, reading.what, verdict)
+        table.add_section()
+    console.print(table)
+    return results
+
+
+def ensure(cases: list[Case], receipt: Receipt, console: Console) -> int:
+    """Run the cases that the receipt does not cover; refuse where one is red or stale."""
+    objections = {case.key: receipt.objection(case) for case in cases if receipt.covers(case)}
+    objections = {key: why for key, why in objections.items() if why}
+    if not objections:
+        missing = [case for case in cases if not receipt.covers(case)]
+        results = run_all(missing, receipt, console) if missing else []
+        objections = {r.case.key: receipt.objection(r.case) for r in results if not r.passed}
+    for key, why in objections.items():
+        console.print(f"gate {key} is {why}", style="red", highlight=False, soft_wrap=True)
+    if objections:
+        job = cases[-1]
+        command = f"python -m gates --device {job.device} --tp {job.tp}{' --sp' * job.sp} --dtype {job.dtype}"
+        console.print(f"not started; `{command}` runs these gates again", highlight=False, soft_wrap=True)
+        return REFUSED
+    console.print(f"gates: {len(cases)} green in {RECEIPT.name}", highlight=False)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    console = Console()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        cases = cases_for(args)
+        check_devices(cases)
+        receipt = Receipt()
+    except ValueError as error:
+        print(f"gates: {error}", file=sys.stderr)
+        return REFUSED if args.ensure else IMPOSSIBLE
+    if args.ensure:
+        return ensure(cases, receipt, console)
+    results = run_all(cases, receipt, console)
+    console.print(f"receipt: {RECEIPT}", highlight=False, soft_wrap=True)
+    return 0 if all(result.passed for result in results) else RED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What a gate is: a comparison measured by every rank of a case, with a bound for each number."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+MOST_RANKS = 8
+DTYPES = ("fp32", "bf16")
+IDS = ("TP", "SP1", "MG")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of one gate.
+
+    Attributes:
+        gate: the gate's ID.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
+        dtype: "fp32" or "bf16", of the weights and activations.
+        tp: tensor-parallel degree, which is also the number of processes.
+        sp: sequence parallelism.
+    """
+
+    gate: str
+    device: str
+    dtype: str
+    tp: int
+    sp: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.gate} {self.device} tp{self.tp}{' sp' if self.sp else ''} {self.dtype}"
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A measured number and the largest value that it may have. NaN fails."""
+
+    what: str
+    value: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound
+
+
+@dataclass(frozen=True)
+class Result:
+    """What running a case gave: its readings, or the reason why there are none."""
+
+    case: Case
+    readings: tuple[Reading, ...]
+    seconds: float
+    device_name: str
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and bool(self.readings) and all(reading.passed for reading in self.readings)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate: one file that says what it compares and measures it.
+
+    Attributes:
+        id: its name on the command line and in the receipt.
+        compares: one sentence for the table.
+        least_tp: the smallest tensor-parallel degree that it is about.
+        sp: with sequence parallelism, without, or each.
+        dtypes: the dtypes that it has bounds for.
+        measure: runs in every rank of a case, with Megatron's parallel state set up, and returns the readings.
+            Ranks may differ in their values; the largest counts.
+    """
+
+    id: str
+    compares: str
+    least_tp: int
+    sp: tuple[bool, ...]
+    dtypes: tuple[str, ...]
+    measure: Callable[[Case], list[Reading]]
+
+    def cases_for(self, tp: int, sp: bool, dtype: str, device: str) -> list[Case]:
+        """The cases that a job of these degrees needs; none where this gate says nothing about the job.
+
+        A bf16 job needs the fp32 case too: bf16 bounds are too wide to see, say, a wrong decay.
+        """
+        if tp < self.least_tp or (self.sp == (True,) and not sp):
+            return []
+        dtypes = [precision for precision in self.dtypes if precision in ("fp32", dtype)]
+        return [Case(self.id, device, precision, tp, sp and True in self.sp) for precision in dtypes]
+
+
+def get(gate_id: str) -> Gate:
+    """The gate of this ID, from its own file: gates/<id in lower case>.py, which defines ``GATE``."""
+    return importlib.import_module(f"gates.{gate_id.lower()}").GATE
+
+
+def reduced(degree: int) -> int:
+    """A parallel degree as the gates run it: at most MOST_RANKS, and above 1 where the job's is above 1."""
+    return min(degree, MOST_RANKS)
+
+
+def required(tp: int, sp: bool, dtype: str, device: str) -> list[Case]:
+    """The cases that must be green before a job of these degrees may start."""
+    return [case for gate_id in IDS for case in get(gate_id).cases_for(reduced(tp), sp, dtype, device)]
+
+
+def sweep(gate_ids: list[str], degrees: list[int], device: str) -> list[Case]:
+    """Every case of these gates at these degrees: what ``python -m gates`` runs."""
+    return [
+        Case(gate.id, device, dtype, tp, sp)
+        for tp in degrees
+        for gate in map(get, gate_ids)
+        for sp in gate.sp
+        for dtype in gate.dtypes
+        if tp >= gate.least_tp and not (sp and tp == 1)
+    ]

@@ -1,0 +1,61 @@
+"""One rank of some cases; started by torchrun with the cases and the folder for their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gates.gate import Case, Reading, get
+from launch import cpu
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def main(cases: list[Case], folder: Path) -> None:
+    """Measure each case, take the largest value of each reading over the ranks, and let rank 0 write it down."""
+    device, tp = cases[0].device, cases[0].tp
+    cpu.enable(device)
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    for i, case in enumerate(cases):
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        start = time.monotonic()
+        readings = _over_ranks(get(case.gate).measure(case))
+        if dist.get_rank() == 0:
+            answer = {"readings": [asdict(r) for r in readings], "seconds": time.monotonic() - start}
+            (folder / f"{i}.json").write_text(json.dumps(answer), encoding="utf-8")
+        dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _over_ranks(readings: list[Reading]) -> list[Reading]:
+    """Every rank's readings as one list: the largest value counts, and a NaN anywhere stays NaN."""
+    gathered: list[list[Reading] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, readings)
+    merged = []
+    for same in zip(*gathered, strict=True):
+        assert len({(reading.what, reading.bound) for reading in same}) == 1, same
+        values = [reading.value for reading in same]
+        merged.append(replace(same[0], value=max(values, key=lambda value: (value != value, value))))
+    return merged
+
+
+if __name__ == "__main__":
+    main([Case(**case) for case in json.loads(sys.argv[1])], Path(sys.argv[2]))
