@@ -38,8 +38,9 @@ def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor]], tp_group: dis
     norms = torch.stack(
         [torch.zeros((), device=device) if g is None else g.float().norm() for g in untagged.values()]
     )
-    everywhere = torch.empty(tp_group.size(), len(untagged), device=device)
+    everywhere = norms.new_empty(tp_group.size() * len(untagged))
     dist.all_gather_into_tensor(everywhere, norms, group=tp_group)
+    everywhere = everywhere.view(tp_group.size(), -1)
     low, high = everywhere.min(0).values, everywhere.max(0).values
     unequal = [name for name, apart in zip(untagged, (high - low > _TOLERANCE * high).tolist()) if apart]
     if unequal:

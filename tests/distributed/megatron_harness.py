@@ -1,0 +1,292 @@
+"""Starts gloo processes with megatron-core on the CPU, and trains a small GPT in them with and without FORGE."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from launch import cpu
+
+VOCAB, SEQUENCE, BATCH = 64, 16, 2
+
+
+def _process(rank: int, world: int, tp: int, folder: str, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    cpu.enable("cpu")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    try:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(1)
+        torch.save(function(*args), f"{folder}/result{rank}")
+    except BaseException:
+        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def run(world: int, function: Callable, *args: Any, tp: int | None = None) -> list[Any]:
+    """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
+
+    Args:
+        function: a function of a test module; what it returns must be loadable by ``torch.load``.
+        tp: tensor-parallel size; default: ``world``.
+    """
+    with TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_process, (world, tp or world, folder, function, args), nprocs=world)
+        except Exception as failure:
+            told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
+            raise AssertionError(told or str(failure)) from None
+        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
+
+
+@dataclass
+class Case:
+    """One training run.
+
+    Attributes:
+        forge: None for Megatron's own optimizer, else the keyword arguments of ForgeOptions.
+        model, optimizer, ddp: further fields of the three Megatron configs.
+        tied: head and embedding share their weight.
+    """
+
+    steps: int = 5
+    micro_batches: int = 1
+    clip: float = 1.0
+    lr: float = 1e-2
+    sequence_parallel: bool = False
+    tied: bool = False
+    forge: dict[str, Any] | None = None
+    dtype: torch.dtype = torch.float32
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2
+    scheduled: bool = True
+
+    def with_forge(self, **options: Any) -> Case:
+        return replace(self, forge=options)
+
+
+def transformer_config(case: Case):
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        **{
+            "num_layers": case.layers,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "params_dtype": case.dtype,
+            "pipeline_dtype": case.dtype,
+            "bf16": case.dtype is torch.bfloat16,
+            "fp16": case.dtype is torch.float16,
+            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "sequence_parallel": case.sequence_parallel,
+            "gradient_accumulation_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "init_method_std": 0.1,
+            **case.model,
+        }
+    )
+
+
+def layer_spec(config):
+    from launch.norm import norm_class
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    norm = norm_class(config.normalization)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    return spec
+
+
+def build_model(case: Case, seed: int = 7):
+    """A GPT whose initial weights are the same for every tensor-parallel size."""
+    from launch.norm import norm_class
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    torch.manual_seed(seed)
+    config = transformer_config(case)
+    extra = {}
+    if config.mtp_num_layers:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer_spec(config), use_transformer_engine=False)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=norm_class(config.normalization)
+        ),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+        **extra,
+    )
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
+
+
+class Run:
+    """Model, DDP, optimizer and schedule of one case."""
+
+    def __init__(self, case: Case, edit: Callable | None = None):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.transformer.module import Float16Module
+
+        self.case = case
+        self.model = build_model(case)
+        if edit is not None:
+            edit(self.model)
+        config = self.model.config
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=case.lr,
+            min_lr=0.0,
+            weight_decay=0.1,
+            clip_grad=case.clip,
+            bf16=case.dtype is torch.bfloat16,
+            fp16=case.dtype is torch.float16,
+            params_dtype=case.dtype,
+            **case.optimizer,
+        )
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **case.ddp)
+        if case.forge is not None:
+            from forge_megatron.megatron import ForgeOptions, get_forge_optimizer, prepare
+
+            prepare([self.model], ddp_config, optimizer_config)
+        module = self.model if case.dtype is torch.float32 else Float16Module(config, self.model)
+        self.chunk = DistributedDataParallel(config, ddp_config, module)
+        if case.forge is not None:
+            self.optimizer = get_forge_optimizer(
+                optimizer_config,
+                [self.chunk],
+                options=ForgeOptions(**case.forge),
+                num_microbatches=case.micro_batches,
+                use_gloo_process_groups=False,
+            )
+        else:
+            self.optimizer = get_megatron_optimizer(
+                optimizer_config, [self.chunk], use_gloo_process_groups=False
+            )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.no_sync_func = self.chunk.no_sync
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=case.lr,
+            min_lr=0.0,
+            lr_warmup_steps=2,
+            lr_decay_steps=30,
+            lr_decay_style="cosine",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+        if case.scheduled:
+            self.schedule.step(1)  # the first learning rate of a warm-up from 0 moves nothing
+        self.generator = torch.Generator().manual_seed(99)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, VOCAB // 2, (BATCH, SEQUENCE + 1), generator=self.generator)
+        mask = (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.8).float()
+        positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "positions": positions}
+
+    def backward(self) -> float:
+        """Forward and backward of all micro-batches; returns the mean loss."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        per_token = self.case.model.get("calculate_per_token_loss", False)
+
+        def forward_step(batches, model):
+            batch = next(batches)
+            losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+
+            def loss_function(losses):
+                total, tokens = (losses.float() * batch["mask"]).sum(), batch["mask"].sum()
+                report = torch.stack([total.detach().clone(), tokens])
+                if per_token:
+                    return total, tokens.to(torch.int), report
+                return total / tokens, report
+
+            return losses, loss_function
+
+        batches = iter([self.batch() for _ in range(self.case.micro_batches)])
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[self.chunk],
+            num_microbatches=self.case.micro_batches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        total, tokens = torch.stack(reports).sum(0).tolist()
+        return total / tokens
+
+    def step(self) -> tuple[bool, float | None]:
+        success, norm, _ = self.optimizer.step()
+        if success:
+            self.schedule.step(1)
+        return success, None if norm is None else float(norm)
+
+    def train(self, steps: int | None = None) -> dict[str, Any]:
+        losses, norms = [], []
+        for _ in range(steps or self.case.steps):
+            losses.append(self.backward())
+            norms.append(self.step()[1])
+        return {"losses": losses, "norms": norms, "weights": self.weights()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+
+
+def train(case: Case) -> dict[str, Any]:
+    return Run(case).train()
+
+
+def train_both(case: Case, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Megatron's own optimizer, and FORGE, from the same weights on the same batches."""
+    return train(case), train(case.with_forge(**options))
+
+
+def gap(first: list[float], second: list[float]) -> float:
+    """The largest difference of two curves; raises if they have different lengths."""
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
