@@ -40,7 +40,7 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def _on_rank_zero(action) -> None:
+def on_rank_zero(action) -> None:
     if dist.get_rank() == 0:
         action()
     dist.barrier()
@@ -69,10 +69,10 @@ def save(folder: Path, step: int, state: dict, keep: int = 2) -> Path:
     final = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"{_PARTIAL}-{final.name}"
     with _signals_held():
-        _on_rank_zero(lambda: _fresh(partial))
+        on_rank_zero(lambda: _fresh(partial))
         dist_checkpointing.save(state, str(partial))
         manifest.write(partial, step)
-        _on_rank_zero(lambda: _put_in_place(partial, final, keep))
+        on_rank_zero(lambda: _put_in_place(partial, final, keep))
     return final
 
 
@@ -120,9 +120,7 @@ def load(folder: Path, state: dict, optional: tuple[str, ...] = ()) -> dict:
     Raises:
         CheckpointError: a key is missing, or in the checkpoint and not in ``state``.
     """
-    loaded, missing, unexpected = dist_checkpointing.load(
-        state, str(folder), strict=StrictHandling.RETURN_ALL
-    )
+    loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     surplus = sorted(key for key in unexpected if not key.startswith(optional))
     if missing or surplus:
         raise CheckpointError(

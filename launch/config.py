@@ -111,10 +111,10 @@ class Logging:
 @dataclass(frozen=True)
 class Checkpoint:
     save: bool = True
-    every: int = 0  # steps; 0: only the self-test at the start and after the last step
+    every: int = 0  # steps; 0: only after the last step
     keep: int = 2
     resume: bool = True
-    self_test: bool = True  # save and verify at step 0, so that a failing save fails there
+    self_test: bool = True  # save, read back and compare after the first step
     override_schedule: bool = False  # resume with this recipe's schedule, not the saved one
 
 
@@ -125,8 +125,8 @@ class Run:
     seed: int = 1234
     deterministic: bool = False
     device: str = "auto"  # or cpu, cuda
+    check_gpus: bool = True  # ask NVML whether the GPUs are free before starting
     timeout_minutes: float = 10.0  # of a collective
-    shutdown_seconds: float = 600.0  # from a stop signal to a forced end
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,7 @@ def enable(device: str = "auto") -> bool:
         return True
     if importlib.util.find_spec("psutil") is None:
         raise ModuleNotFoundError(
-            "psutil is not installed: megatron-core's checkpoint writer hangs without it "
-            "(pip install psutil)"
+            "psutil is not installed: megatron-core's checkpoint writer hangs without it (pip install psutil)"
         )
     _patch_torch()
     _patch_megatron()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -42,8 +41,6 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
     """
     set_determinism(recipe.run.deterministic)
     on_cpu = cpu.enable(recipe.run.device)
-    # Says once a module that Transformer Engine and apex are absent: the launcher has said so.
-    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
     from megatron.core import parallel_state
 
     device = torch.device("cpu")

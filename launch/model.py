@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from launch.attention import FlashCoreAttention
 from launch.config import Recipe
+from launch.dtypes import DTYPES
 from launch.norm import norm_class
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu}
 _VOCAB_MULTIPLE = 128
 
@@ -80,9 +80,7 @@ def transformer_config(recipe: Recipe, on_cpu: bool) -> TransformerConfig:
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """megatron-core's local layer, with norms that allow sequence parallelism and an attention
     that does not write out its scores."""
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     norm = norm_class(config.normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -95,9 +93,7 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def block_spec(
-    recipe: Recipe, config: TransformerConfig, on_cpu: bool
-) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(recipe: Recipe, config: TransformerConfig, on_cpu: bool) -> TransformerBlockSubmodules | ModuleSpec:
     if uses_transformer_engine(recipe, on_cpu):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(

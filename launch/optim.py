@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from launch.config import Recipe, RecipeError
-from launch.model import DTYPES
+from launch.dtypes import DTYPES
 
 
 def keeps_master(recipe: Recipe) -> bool:
@@ -43,9 +43,7 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
 def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
     """The model chunks that Megatron's schedules take, and their optimizer."""
     chunks = [DistributedDataParallel(model.config, ddp_config(recipe), model)]
-    optimizer = get_megatron_optimizer(
-        optimizer_config(recipe), chunks, use_gloo_process_groups=False
-    )
+    optimizer = get_megatron_optimizer(optimizer_config(recipe), chunks, use_gloo_process_groups=False)
     return chunks, optimizer
 
 

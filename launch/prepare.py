@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy
 
-from launch import cpu
+from launch import cpu, quiet
 from launch.tokenizer import build_tokenizer
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.stdlib or arguments.out
     if out is None:
         parser.error("--text needs --out")
+    quiet.hush()
     cpu.enable("cpu")
     files = stdlib_sources() if arguments.stdlib else arguments.text
     description = prepare(files, out, arguments.tokenizer, arguments.valid_every)

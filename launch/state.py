@@ -40,9 +40,7 @@ def _set_rng_state(state: dict) -> None:
 def sharded_state(chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
     """What a checkpoint holds. With ``loading`` the optimizer's states are created to be filled."""
     model = chunks[0].module.sharded_state_dict()
-    rng = ShardedObject(
-        "rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0
-    )
+    rng = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return {
         "model": model,
         "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),

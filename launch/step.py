@@ -38,9 +38,7 @@ def connect(chunks: list, optimizer) -> None:
     config.grad_scale_func = optimizer.scale_loss
 
 
-def run(
-    recipe: Recipe, chunks: list, batches: Iterator, micro_batches: int, forward_only: bool = False
-) -> Tensor:
+def run(recipe: Recipe, chunks: list, batches: Iterator, micro_batches: int, forward_only: bool = False) -> Tensor:
     """All micro-batches of a step; the gradients are reduced and ready for the optimizer.
 
     Returns:

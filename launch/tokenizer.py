@@ -3,6 +3,8 @@ unique_identifiers."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy
 
 _NO_PADDING = -1  # never in a dataset, so that no trained token is masked as padding
@@ -14,7 +16,7 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     pad = _NO_PADDING
-    unique_identifiers = {"class": "ByteTokenizer"}
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "ByteTokenizer"}
 
     def encode(self, text: bytes) -> numpy.ndarray:
         """``text`` as int64 token ids [len(text)], without an end-of-document token."""

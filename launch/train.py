@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from launch import checkpoint, data, step
+from launch import checkpoint, data, selftest, step
 from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
 from launch.model import build_model
@@ -33,9 +33,7 @@ class Trainer:
         self.folder = Path(recipe.run.dir) / "checkpoints"
         self.notes: list[str] = []
         self.progress = self._resume()
-        self.train_set, self.valid_set = data.build_datasets(
-            recipe, self.tokenizer, self.progress.horizon
-        )
+        self.train_set, self.valid_set = data.build_datasets(recipe, self.tokenizer, self.progress.horizon)
 
     def _resume(self) -> Progress:
         recipe = self.recipe
@@ -43,15 +41,15 @@ class Trainer:
         if whole is None:
             horizon = recipe.data.samples or recipe.run.steps * recipe.batch.total
             return Progress(step=0, horizon=horizon, ranks=dist.get_world_size())
-        progress = restore(
-            whole, self.chunks, self.optimizer, self.scheduler, on_note=self.notes.append
-        )
+        progress = restore(whole, self.chunks, self.optimizer, self.scheduler, on_note=self.notes.append)
         self.notes.append(f"resumed from {whole.name}")
         return Progress(progress.step, progress.horizon, dist.get_world_size())
 
+    def _state(self) -> dict:
+        return sharded_state(self.chunks, self.optimizer, self.scheduler, self.progress)
+
     def _save(self) -> None:
-        state = sharded_state(self.chunks, self.optimizer, self.scheduler, self.progress)
-        checkpoint.save(self.folder, self.progress.step, state, self.recipe.checkpoint.keep)
+        checkpoint.save(self.folder, self.progress.step, self._state(), self.recipe.checkpoint.keep)
 
     def _validate(self) -> Validation:
         recipe = self.recipe
@@ -98,7 +96,6 @@ class Trainer:
         recipe, first = self.recipe, self.progress.step
         tokens = recipe.batch.total * recipe.data.sequence_length
         batches = data.micro_batches(recipe, self.train_set, self.device, first, recipe.run.steps)
-        saved_at = first if first else None
         for number in range(first + 1, recipe.run.steps + 1):
             begun = time.perf_counter()
             sums, norm = self._step(islice(batches, recipe.micro_batches))
@@ -108,11 +105,12 @@ class Trainer:
             lr = self.optimizer.param_groups[0]["lr"]
             memory = peak_memory_bytes(self.device)
             metrics.step(Step(number, loss, norm, lr, tokens / seconds, seconds, memory))
+            if number == first + 1 and recipe.checkpoint.save and recipe.checkpoint.self_test:
+                selftest.run(self.folder, number, self._state())
             if self._due(recipe.validation.every) and self.valid_set is not None:
                 metrics.validation(self._validate())
             if recipe.checkpoint.save and (stopping or self._due(recipe.checkpoint.every)):
                 self._save()
-                saved_at = number
             if stopping:
                 metrics.note(f"stopped at step {number} by a signal", step=number)
                 return

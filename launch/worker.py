@@ -10,8 +10,9 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    from launch import config
+    from launch import config, quiet
 
+    quiet.hush()
     recipe = config.load(argv[0], argv[1:])
     from launch.distributed import process_groups
 

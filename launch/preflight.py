@@ -1,0 +1,284 @@
+"""Everything about a recipe that can be known to fail, before any process group is made.
+
+Each check raises one ``RecipeError``, whose line begins with the key to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from launch import gpus
+from launch.config import Recipe, RecipeError
+
+_CHOICES = {
+    "model.position_embedding": ("rope", "learned_absolute"),
+    "model.normalization": ("RMSNorm", "LayerNorm"),
+    "model.activation": ("swiglu", "gelu"),
+    "model.dtype": ("fp32", "bf16"),
+    "model.recompute": ("none", "selective", "full"),
+    "model.transformer_engine": ("auto", "always", "never"),
+    "optimizer.decay_style": ("cosine", "linear", "constant"),
+    "run.device": ("auto", "cpu", "cuda"),
+}
+_POSITIVE = (
+    "model.num_layers",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.num_attention_heads",
+    "model.num_query_groups",
+    "model.kv_channels",
+    "model.vocab_size",
+    "parallel.tensor",
+    "parallel.data",
+    "parallel.nodes",
+    "data.sequence_length",
+    "data.samples",
+    "batch.micro",
+    "batch.total",
+    "optimizer.decay_steps",
+    "validation.samples",
+    "logging.every",
+    "checkpoint.keep",
+    "run.steps",
+    "run.timeout_minutes",
+)
+_NOT_NEGATIVE = (
+    "data.workers",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad",
+    "optimizer.warmup_steps",
+    "validation.every",
+    "checkpoint.every",
+    "model.dropout",
+)
+
+
+def _get(recipe: Recipe, key: str):
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def check_values(recipe: Recipe) -> None:
+    for key, choices in _CHOICES.items():
+        if _get(recipe, key) not in choices:
+            raise RecipeError(key, f"{_get(recipe, key)!r} is none of {', '.join(choices)}")
+    for key in _POSITIVE:
+        value = _get(recipe, key)
+        if value is not None and not value > 0:
+            raise RecipeError(key, f"{value} must be above 0")
+    for key in _NOT_NEGATIVE:
+        if not _get(recipe, key) >= 0:
+            raise RecipeError(key, f"{_get(recipe, key)} must not be negative")
+
+
+def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
+    value = _get(recipe, key)
+    if value % divisor:
+        raise RecipeError(key, f"{value} does not divide by {what}={divisor}")
+
+
+def check_sizes(recipe: Recipe) -> None:
+    model, parallel, batch = recipe.model, recipe.parallel, recipe.batch
+    groups = model.num_query_groups or model.num_attention_heads
+    if model.kv_channels is None:
+        _divides(recipe, "model.hidden_size", model.num_attention_heads, "model.num_attention_heads")
+    _divides(recipe, "model.num_attention_heads", groups, "model.num_query_groups")
+    _divides(recipe, "model.num_attention_heads", parallel.tensor, "parallel.tensor")
+    if groups % parallel.tensor:
+        raise RecipeError("model.num_query_groups", f"{groups} does not divide by parallel.tensor={parallel.tensor}")
+    _divides(recipe, "model.ffn_hidden_size", parallel.tensor, "parallel.tensor")
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    if model.position_embedding == "rope" and head % 2:
+        raise RecipeError("model.kv_channels", f"rotary embeddings turn pairs: a head of {head} is odd")
+    if parallel.sequence:
+        if parallel.tensor == 1:
+            raise RecipeError("parallel.sequence", "sequence parallelism needs parallel.tensor above 1")
+        _divides(recipe, "data.sequence_length", parallel.tensor, "parallel.tensor")
+    _divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
+    if recipe.world_size % parallel.nodes:
+        raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks do not divide by {parallel.nodes} nodes")
+    decay = recipe.optimizer.decay_steps or recipe.run.steps
+    if recipe.optimizer.warmup_steps >= decay:
+        raise RecipeError(
+            "optimizer.warmup_steps", f"{recipe.optimizer.warmup_steps} leaves nothing of {decay} decay steps"
+        )
+    if recipe.optimizer.min_lr > recipe.optimizer.lr:
+        raise RecipeError("optimizer.min_lr", f"{recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    optimizer, dtype = recipe.optimizer, recipe.model.dtype
+    if optimizer.use_forge:
+        _check_forge(recipe)
+        return
+    if optimizer.rule != "adamw":
+        raise RecipeError("optimizer.rule", f"{optimizer.rule!r}: the standard optimizer here is adamw")
+    same = {"fp32": (None, "fp32-state", "fp32-master"), "bf16": (None, "bf16-state", "fp32-master")}[dtype]
+    if optimizer.recipe not in same:
+        raise RecipeError(
+            "optimizer.recipe",
+            f"{optimizer.recipe!r} has no counterpart without forge on {dtype} weights; there are "
+            f"{', '.join(filter(None, same))}",
+        )
+    if dtype == "bf16" and optimizer.recipe != "fp32-master" and optimizer.clip_grad > 0:
+        raise RecipeError(
+            "optimizer.clip_grad",
+            "Megatron clips fp32 gradients only: without forge and with bf16 gradients set it to 0, or "
+            "optimizer.recipe=fp32-master",
+        )
+
+
+def _check_forge(recipe: Recipe) -> None:
+    from forge_megatron import formats, rules
+    from launch.dtypes import DTYPES
+
+    if recipe.parallel.data > 1:
+        raise RecipeError(
+            "parallel.data",
+            f"{recipe.parallel.data}: with optimizer.use_forge a gradient must be complete on its rank; use "
+            "parallel.tensor for all ranks, or optimizer.use_forge=false",
+        )
+    try:
+        rules.get(recipe.optimizer.rule)
+    except ValueError as error:
+        raise RecipeError("optimizer.rule", str(error)) from error
+    try:
+        formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
+    except (ValueError, NotImplementedError) as error:
+        raise RecipeError("optimizer.recipe", str(error)) from error
+
+
+def check_tokenizer(recipe: Recipe) -> None:
+    if recipe.data.tokenizer != "byte" and importlib.util.find_spec("transformers") is None:
+        raise RecipeError("data.tokenizer", f"{recipe.data.tokenizer!r} needs transformers (pip install transformers)")
+    from launch.tokenizer import build_tokenizer
+
+    try:
+        tokenizer = build_tokenizer(recipe.data.tokenizer)
+    except (OSError, ValueError) as error:
+        raise RecipeError("data.tokenizer", f"{recipe.data.tokenizer!r}: {error}") from error
+    if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.vocab_size:
+        raise RecipeError(
+            "model.vocab_size", f"{recipe.model.vocab_size} is below the tokenizer's {tokenizer.vocab_size}"
+        )
+    for key in ("data.train", "data.valid"):
+        for prefix in _get(recipe, key):
+            described = Path(prefix).parent / "data.json"
+            if described.is_file():
+                written = json.loads(described.read_text())["tokenizer"]
+                if written != tokenizer.unique_identifiers:
+                    raise RecipeError("data.tokenizer", f"{prefix} was written with {written}")
+
+
+def check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.synthetic and (data.train or data.valid):
+        raise RecipeError("data.synthetic", "either synthetic data or data.train and data.valid")
+    if not data.synthetic and not data.train:
+        raise RecipeError("data.train", "no dataset: python -m launch.prepare makes one, or data.synthetic=true")
+    if data.train_weights and len(data.train_weights) != len(data.train):
+        raise RecipeError("data.train_weights", f"{len(data.train_weights)} weights for {len(data.train)} datasets")
+    for key in ("data.train", "data.valid"):
+        for prefix in _get(recipe, key):
+            for suffix in (".idx", ".bin"):
+                path = Path(prefix + suffix)
+                if not path.is_file() or path.stat().st_size == 0:
+                    raise RecipeError(key, f"{path} is missing or empty: python -m launch.prepare writes such files")
+    if recipe.validation.every and not data.valid and not data.synthetic:
+        raise RecipeError("validation.every", f"{recipe.validation.every}, and data.valid names no dataset")
+
+
+def check_folder(recipe: Recipe) -> None:
+    folder = Path(recipe.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RecipeError("run.dir", f"{folder} cannot be written: {error.strerror}") from error
+
+
+def state_bytes(recipe: Recipe) -> int:
+    """A lower bound of a rank's weights and optimizer states in bytes: activations, gradients and
+    the communication's buffers come on top."""
+    model, wide = recipe.model, 4 if recipe.model.dtype == "fp32" else 2
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    groups = model.num_query_groups or model.num_attention_heads
+    attention = model.hidden_size * head * (2 * model.num_attention_heads + 2 * groups)
+    mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.activation == "swiglu" else 2)
+    embeddings = (model.vocab_size or 0) * model.hidden_size * (1 if model.tied_head else 2)
+    weights = model.num_layers * (attention + mlp) + embeddings
+    state = 2 if recipe.optimizer.recipe == "bf16-state" or (recipe.optimizer.recipe is None and wide == 2) else 4
+    master = 4 if recipe.optimizer.recipe == "fp32-master" and wide == 2 else 0
+    return weights * (wide + 2 * state + master) // recipe.parallel.tensor
+
+
+def resolve_device(recipe: Recipe) -> str:
+    """``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        RecipeError: a GPU is asked for and torch finds none.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if recipe.run.device == "cuda" and not available:
+        raise RecipeError("run.device", "cuda is asked for, and torch finds no GPU")
+    if recipe.run.device == "auto":
+        return "cuda" if available else "cpu"
+    return recipe.run.device
+
+
+def check_gpus(recipe: Recipe) -> None:
+    ranks = recipe.world_size // recipe.parallel.nodes
+    if not recipe.run.check_gpus:
+        return
+    try:
+        found = gpus.query()
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            "run.check_gpus", "nvidia-ml-py is not installed: install it, or set this to false"
+        ) from error
+    except OSError as error:
+        raise RecipeError("run.check_gpus", f"{error}; false starts without looking") from error
+    if ranks > len(found):
+        raise RecipeError("parallel.tensor", f"{ranks} ranks on a node, and {len(found)} GPUs are visible")
+    needed = state_bytes(recipe)
+    for gpu in found[:ranks]:
+        if gpu.processes:
+            pids = ", ".join(map(str, gpu.processes))
+            raise RecipeError("run.device", f"{gpu.name} is in use by process {pids}: end it, or CUDA_VISIBLE_DEVICES")
+        if gpu.free_bytes < needed:
+            raise RecipeError(
+                "parallel.tensor",
+                f"weights and states take {needed / 2**30:.1f} GiB a rank, and {gpu.name} has "
+                f"{gpu.free_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB free",
+            )
+
+
+def check(recipe: Recipe) -> str:
+    """All checks, the cheap ones first.
+
+    Returns:
+        The device kind that the run will use, "cpu" or "cuda".
+
+    Raises:
+        RecipeError: the first thing found.
+    """
+    check_values(recipe)
+    check_sizes(recipe)
+    check_data(recipe)
+    check_tokenizer(recipe)
+    check_optimizer(recipe)
+    check_folder(recipe)
+    device = resolve_device(recipe)
+    if device == "cuda":
+        check_gpus(recipe)
+    elif recipe.model.transformer_engine == "always":
+        raise RecipeError("model.transformer_engine", "Transformer Engine has no CPU path: auto or never")
+    return device
