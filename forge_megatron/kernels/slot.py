@@ -89,7 +89,9 @@ def check_segments(
         if dy.device != device or x.device != device:
             raise ValueError(f"{name}: dY is on {dy.device} and X on {x.device}, expected {device}")
         if dy.dtype not in WEIGHT_DTYPES or x.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16")
+            raise TypeError(
+                f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16"
+            )
 
 
 def check_accumulator(name: str, accumulator: Tensor, shape, device: torch.device) -> None:

@@ -35,12 +35,24 @@ SMALL = Tile(64, 64, 64, group=8, parts=2, num_warps=4, num_stages=4)
 LARGE_FP32 = Tile(128, 64, 16, group=8, parts=2, num_warps=8, num_stages=3)
 SMALL_FP32 = Tile(64, 64, 16, group=8, parts=2, num_warps=4, num_stages=3)
 
+#: Where rows cannot be read 16 bytes at a time, element-wise addresses take the registers.
+UNALIGNED = Tile(64, 64, 32, group=8, parts=4, num_warps=8, num_stages=2)
+UNALIGNED_FP32 = Tile(64, 64, 16, group=8, parts=4, num_warps=8, num_stages=2)
+
 #: Below this many large tiles, small ones fill the GPU better (an H200 has 132 processors).
 FEW_TILES = 132
 
 
-def choose_tile(rows: int, columns: int, fp32: bool) -> Tile:
-    """Return the tile for an ``[rows, columns]`` gradient whose operands multiply in fp32 or not."""
+def choose_tile(rows: int, columns: int, *, fp32: bool, aligned: bool) -> Tile:
+    """Return the tile for an ``[rows, columns]`` gradient.
+
+    Args:
+        rows, columns: of the weight.
+        fp32: its operands multiply in fp32 (or TF32).
+        aligned: every row of every operand begins on a 16-byte boundary.
+    """
+    if not aligned:
+        return UNALIGNED_FP32 if fp32 else UNALIGNED
     large, small = (LARGE_FP32, SMALL_FP32) if fp32 else (LARGE, SMALL)
     tiles = -(-rows // large.block_o) * -(-columns // large.block_i)
     return small if tiles < FEW_TILES else large

@@ -55,7 +55,7 @@ def load_scalars(pointer, COUNT: tl.constexpr):
     """Load ``COUNT`` hyperparameters as the tuple ``h`` that a rule's update takes."""
     h = ()
     for index in tl.static_range(COUNT):
-        h = h + (tl.load(pointer + index),)
+        h = h + (tl.load(pointer + index),)  # noqa: RUF005 - Triton has no unpacking
     return h
 
 

@@ -34,10 +34,8 @@ _tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 @triton.jit
 def pointer(table, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    address = tl.load(table + column)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(dtype))
+    address = tl.load(table + column).to(tl.pointer_type(dtype))
+    return tl.multiple_of(address, 16) if ALIGNED else address
 
 
 @triton.jit
@@ -84,7 +82,7 @@ def multi_tensor_step_kernel(
     old = ()
     for index in tl.static_range(N_STATES):
         state = pointer(row, 7 + index, STATE, ALIGNED)
-        old = old + (DECODE(tl.load(state + offset, mask=inside, other=0.0)),)
+        old = old + (DECODE(tl.load(state + offset, mask=inside, other=0.0)),)  # noqa: RUF005 - Triton has no unpacking
     new_w, new = UPDATE(g, w, old, h)
     finite = is_finite(g)
     for index in tl.static_range(N_STATES):

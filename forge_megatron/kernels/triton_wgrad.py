@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import state_format, state_format_of
 from .slot import Segment, Slot
-from .tiles import Tile, choose_tile
+from .tiles import choose_tile
 from .triton_language import (
     compiled_format,
     compiled_update,
@@ -25,19 +25,25 @@ from .triton_language import (
 )
 from .triton_tile import column_parts, gradient_tile, in_range, locate, tile_position
 
-#: Segments of one launch: each unrolls another token loop. What is beyond is concatenated first.
-MAX_SEGMENTS = 4
+#: Token counts of the segments of one launch: each unrolls another loop, so what is beyond is
+#: concatenated first. They change from batch to batch and must not compile the kernel anew, as
+#: they would inside a tuple, whose integers are always specialised.
+TOKENS = ["tokens_0", "tokens_1", "tokens_2", "tokens_3"]
+MAX_SEGMENTS = len(TOKENS)
 
 #: Strides from here on need 64-bit offsets inside a tile: a tile spans at most 384 strides.
 WIDE_STRIDE = 1 << 22
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=TOKENS)
 def wgrad_step_kernel(
     dys,
     xs,
-    tokens,
     strides,
+    tokens_0,
+    tokens_1,
+    tokens_2,
+    tokens_3,
     accumulator,
     accumulator_strides,
     weight,
@@ -62,6 +68,7 @@ def wgrad_step_kernel(
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     tile = gradient_tile(
         dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
@@ -92,7 +99,7 @@ def wgrad_step_kernel(
         old = ()
         for index in tl.static_range(len(states)):
             stored = tl.load(states[index] + corner + offset, mask=inside, other=0.0)
-            old = old + (DECODE(stored),)
+            old = old + (DECODE(stored),)  # noqa: RUF005 - Triton has no unpacking
         new_w, new = UPDATE(g, w, old, h)
         # Selecting values, not masking stores: a mask that differs between neighbours would
         # split every vector store.
@@ -108,12 +115,15 @@ def wgrad_step_kernel(
         tl.store(partials + tl.program_id(0), sum_of_squares)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=TOKENS)
 def wgrad_norm_kernel(
     dys,
     xs,
-    tokens,
     strides,
+    tokens_0,
+    tokens_1,
+    tokens_2,
+    tokens_3,
     accumulator,
     accumulator_strides,
     partials,
@@ -126,6 +136,7 @@ def wgrad_norm_kernel(
     OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(
         dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
@@ -137,12 +148,15 @@ def wgrad_norm_kernel(
     tl.store(partials + tl.program_id(0), tl.sum(g * g))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=TOKENS)
 def wgrad_accumulate_kernel(
     dys,
     xs,
-    tokens,
     strides,
+    tokens_0,
+    tokens_1,
+    tokens_2,
+    tokens_3,
     accumulator,
     accumulator_strides,
     O,
@@ -154,6 +168,7 @@ def wgrad_accumulate_kernel(
     OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(
         dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
@@ -170,7 +185,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
     decode, encode = compiled_format(shared_format(slot))
-    launch = _Launch(segments, accumulator, rows, columns, (*slot.weight.stride(), *strides))
+    launch = _Launch(segments, accumulator, rows, columns, [tensor for _, tensor in slot.tensors()])
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:
         wgrad_step_kernel[launch.grid](
@@ -189,7 +204,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             DECODE=decode,
             ENCODE=encode,
             N_SCALARS=slot.rule.n_scalars,
-            PARTS=launch.tile.parts,
+            PARTS=launch.parts,
             **launch.options,
         )
     if partials is not None:
@@ -207,9 +222,7 @@ def wgrad_norm_sq(segments, out: Tensor, accumulator) -> None:
     launch = _Launch(segments, accumulator, rows, columns)
     partials = launch.partials(out.device)
     if launch.grid[0]:
-        wgrad_norm_kernel[launch.grid](
-            *launch.operands, partials, rows, columns, **launch.options
-        )
+        wgrad_norm_kernel[launch.grid](*launch.operands, partials, rows, columns, **launch.options)
     out.data.copy_(partials.sum(dtype=torch.float64))
 
 
@@ -222,35 +235,43 @@ def wgrad_accumulate(segments, accumulator: Tensor) -> None:
 
 
 class _Launch:
-    """What the three kernels are launched with alike."""
+    """What the three kernels are launched with alike.
 
-    def __init__(self, segments, accumulator, rows: int, columns: int, strides=()):
+    Args:
+        rows, columns: of the gradient.
+        written: the other tensors of that shape which the kernel addresses.
+    """
+
+    def __init__(self, segments, accumulator, rows: int, columns: int, written=()):
         segments = merge_segments([s for s in segments if s[0].shape[0]])
-        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
-        self.tile: Tile = choose_tile(rows, columns, fp32)
-        self.grid = (
-            triton.cdiv(rows, self.tile.block_o) * triton.cdiv(columns, self.tile.block_i),
-        )
-        segment_strides = tuple((*dy.stride(), *x.stride()) for dy, x in segments)
-        accumulator_strides = None if accumulator is None else accumulator.stride()
+        dys, xs = zip(*segments, strict=True) if segments else ((), ())
         self.operands = (
-            tuple(dy for dy, _ in segments),
-            tuple(x for _, x in segments),
-            tuple(dy.shape[0] for dy, _ in segments),
-            segment_strides,
+            dys,
+            xs,
+            tuple((*dy.stride(), *x.stride()) for dy, x in segments),
+            *(dy.shape[0] for dy in dys),
+            *(0 for _ in range(MAX_SEGMENTS - len(dys))),
             accumulator,
-            accumulator_strides,
+            None if accumulator is None else accumulator.stride(),
         )
-        largest = max((*strides, *(accumulator_strides or ()), *sum(segment_strides, ())), default=0)
+        tensors = [*dys, *xs, *written, *(() if accumulator is None else (accumulator,))]
+        aligned = rows % 16 == columns % 16 == 0 and all(map(_is_aligned, tensors))
+        fp32 = any(
+            torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments
+        )
+        wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
+        tile = choose_tile(rows, columns, fp32=fp32, aligned=aligned)
+        self.parts = tile.parts
+        self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
         self.options = {
-            "BLOCK_O": self.tile.block_o,
-            "BLOCK_I": self.tile.block_i,
-            "BLOCK_T": self.tile.block_t,
-            "GROUP": self.tile.group,
-            "OFFSET": tl.int64 if largest >= WIDE_STRIDE else tl.int32,
+            "BLOCK_O": tile.block_o,
+            "BLOCK_I": tile.block_i,
+            "BLOCK_T": tile.block_t,
+            "GROUP": tile.group,
+            "OFFSET": tl.int64 if wide else tl.int32,
             "PRECISION": "tf32" if fp32 and _tf32_allowed() else "ieee",
-            "num_warps": self.tile.num_warps,
-            "num_stages": self.tile.num_stages,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
         }
 
     def partials(self, device: torch.device) -> Tensor:
@@ -288,6 +309,12 @@ def shared_strides(slot: Slot) -> tuple[int, ...]:
     if len(used) > 1:
         raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
     return others[0].stride()
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    # 16 elements, not 16 bytes: what Triton specialises integers on.
+    strides_fit = all(stride == 1 or stride % 16 == 0 for stride in tensor.stride())
+    return strides_fit and tensor.data_ptr() % 16 == 0
 
 
 def _tf32_allowed() -> bool:
