@@ -25,10 +25,10 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("ids", nargs="*", metavar="ID", help=f"gates to run, of {', '.join(IDS)} (default: all)")
     cli.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     cli.add_argument("--nproc", type=int, metavar="N", help="processes, which is the tensor-parallel degree")
+    cli.add_argument("--dtype", choices=DTYPES, help="only this dtype; of a job: its weights' (default: fp32)")
     job = cli.add_argument_group("what a job needs: its gates, and with --ensure only those that were never run")
     job.add_argument("--tp", type=int, metavar="N", help="the job's tensor-parallel degree")
     job.add_argument("--sp", action="store_true", help="the job uses sequence parallelism")
-    job.add_argument("--dtype", choices=DTYPES, default="fp32", help="the dtype of the job's weights")
     job.add_argument("--ensure", action="store_true", help="exit 3 with the reason where a gate is red or stale")
     return cli
 
@@ -42,20 +42,21 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     unknown = [name for name in args.ids if name.upper() not in IDS]
     if unknown:
         raise ValueError(f"no gate is called {', '.join(unknown)}; there are {', '.join(IDS)}")
-    if args.tp is None and (args.ensure or args.sp or args.dtype != "fp32"):
-        raise ValueError("--ensure, --sp and --dtype describe a job: give its --tp too")
+    if args.tp is None and (args.ensure or args.sp):
+        raise ValueError("--ensure and --sp are about a job: give its --tp too")
     if args.tp is not None:
         if args.ids or args.nproc:
             raise ValueError("--tp chooses the gates that a job needs: give no ID and no --nproc with it")
         if args.tp < 1 or (args.sp and args.tp == 1):
             raise ValueError(f"--tp {args.tp}{' --sp' if args.sp else ''} is no parallel layout")
-        return required(args.tp, args.sp, args.dtype, args.device)
+        return required(args.tp, args.sp, args.dtype or "fp32", args.device)
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
     ids = [name.upper() for name in args.ids] or list(IDS)
     cases = sweep(ids, [args.nproc] if args.nproc else DEGREES[args.device], args.device)
+    cases = [case for case in cases if args.dtype in (None, case.dtype)]
     if not cases:
-        raise ValueError(f"{', '.join(ids)} does not apply to {args.nproc} processes")
+        raise ValueError(f"{', '.join(ids)} has nothing for {args.nproc} processes in {args.dtype or 'any dtype'}")
     return cases
 
 
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cases = cases_for(args)
         check_devices(cases)
-        receipt = Receipt()
+        receipt = Receipt(RECEIPT)
     except ValueError as error:
         print(f"gates: {error}", file=sys.stderr)
         return REFUSED if args.ensure else IMPOSSIBLE
