@@ -1,0 +1,101 @@
+"""The same model twice, one attached and one stepped by ``torch.optim``, and what must stay equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forge_megatron as forge
+
+#: Every behaviour is shown on the torch reference and on the Triton kernels (interpreted without a GPU).
+backends = pytest.mark.parametrize("backend", ["reference", "triton"])
+
+
+def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
+    """Linears of the given widths with a tanh between them."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs, bias=bias), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """Each parameter's states, in the order of the groups; empty where none exists."""
+    return [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of every weight, buffer and optimizer state."""
+    tensors = [*model.state_dict().values()]
+    tensors += [tensor for state in states(optimizer) for tensor in state.values()]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def expect_bit_equal(before: list[Tensor], after: list[Tensor]) -> None:
+    assert len(before) == len(after)
+    for index, (a, b) in enumerate(zip(before, after, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"tensor {index} changed by {(a.double() - b.double()).abs().max()}"
+
+
+class Pair:
+    """A model that is attached, and its twin under ``torch.optim``.
+
+    Args:
+        model: attached; the twin is a copy that was made before.
+        clip: largest norm, ours by ``clip_grad_norm`` and the twin's by ``clip_grad_norm_``.
+        options: of ``attach``.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float = 1e-3, clip: float | None = None, rule="adamw", **options):
+        self.model = model
+        self.twin = copy.deepcopy(model)
+        hyperparameters = {key: options.pop(key) for key in ("betas", "eps", "weight_decay") if key in options}
+        self.optimizer = forge.attach(model, rule, lr=lr, clip_grad_norm=clip, **hyperparameters, **options)
+        oracle = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[rule]
+        self.oracle = oracle(self.twin.parameters(), lr=lr, **hyperparameters)
+        self.clip = clip
+        self.twin_norm: Tensor | None = None
+
+    def sides(self):
+        return (self.model, self.optimizer), (self.twin, self.oracle)
+
+    def backward(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        for model, _ in self.sides():
+            loss(model).backward()
+
+    def close(self) -> None:
+        """Clips and steps both, and zeroes their gradients."""
+        if self.clip is not None:
+            self.twin_norm = nn.utils.clip_grad_norm_(self.twin.parameters(), self.clip)
+        for _, optimizer in self.sides():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, *losses: Callable[[nn.Module], Tensor]) -> None:
+        """One step a loss."""
+        for loss in losses:
+            self.backward(loss)
+            self.close()
+
+    def expect_equal(self, atol: float = 1e-6) -> None:
+        """Weights and states agree, and step counts exactly."""
+        for (name, ours), theirs in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+            state, expected = self.optimizer.state.get(ours, {}), self.oracle.state.get(theirs, {})
+            # torch creates states at the first step, attach at once.
+            assert float(state.get("step", 0)) == float(expected.get("step", 0)), name
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in expected:
+                    torch.testing.assert_close(
+                        state[key], expected[key], rtol=0, atol=atol, msg=lambda m, name=name, key=key: f"{name} {key}: {m}"
+                    )
