@@ -1,8 +1,8 @@
-"""torchrun's agent, with signals left to the workers.
+"""torchrun's agent, with stop signals left to the workers.
 
 The stock agent answers SIGTERM by ending its workers within 30 seconds, which a checkpoint may
-outlast. This one passes SIGTERM and SIGINT on, and ends when its workers have; a second signal
-ends them at once.
+outlast. This one passes SIGTERM and SIGINT on, and ends when its workers have; a second SIGINT
+(Ctrl-C twice) ends them at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import FrameType
 import psutil
 from torch.distributed import run
 
-_signals_seen = 0
+_interrupts = 0
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    global _signals_seen
-    _signals_seen += 1
+    global _interrupts
+    _interrupts += number == signal.SIGINT
     for child in psutil.Process().children():
-        child.send_signal(number if _signals_seen == 1 else signal.SIGKILL)
+        child.send_signal(signal.SIGKILL if _interrupts > 1 else number)
 
 
 def main(argv: list[str]) -> None:

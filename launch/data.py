@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,13 @@ class StepSampler:
         return (self.last - self.first) * self.recipe.micro_batches
 
 
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """A stop signal to the whole process group must not take the loader's processes away before the
+    checkpoint; they end with the rank that reads from them."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _batches(dataset: Dataset, sampler, device: torch.device, workers: int) -> Iterator:
     loader = DataLoader(
         dataset,
@@ -85,6 +93,7 @@ def _batches(dataset: Dataset, sampler, device: torch.device, workers: int) -> I
         pin_memory=device.type == "cuda",
         # Its own generator: the loader would otherwise draw from the one that dropout uses.
         generator=torch.Generator(),
+        worker_init_fn=_leave_signals_to_the_rank,
     )
     for batch in loader:
         yield {key: batch[key].to(device, non_blocking=True) for key in _KEYS}

@@ -23,7 +23,7 @@ class Step:
 
     step: int
     loss: float
-    grad_norm: float | None
+    grad_norm: float
     lr: float
     tokens_per_second: float
     seconds: float
@@ -87,14 +87,11 @@ class Metrics:
         self._write("step", asdict(values))
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "tokens_per_second"):
-                value = getattr(values, name)
-                if value is not None:
-                    self._board.add_scalar(f"train/{name}", value, values.step)
+                self._board.add_scalar(f"train/{name}", getattr(values, name), values.step)
             self._board.add_scalar("memory/peak_bytes", values.peak_memory_bytes, values.step)
-        norm = "-" if values.grad_norm is None else f"{values.grad_norm:.3f}"
         line = (
             f"step {values.step:>6}/{self.recipe.run.steps}  loss {values.loss:.4f}  "
-            f"norm {norm}  lr {values.lr:.2e}  {values.tokens_per_second:,.0f} tokens/s  "
+            f"norm {values.grad_norm:.3f}  lr {values.lr:.2e}  {values.tokens_per_second:,.0f} tokens/s  "
             f"{values.peak_memory_bytes / 2**30:.2f} GiB"
         )
         if self._live is not None:

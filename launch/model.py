@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
 from launch.attention import FlashCoreAttention
 from launch.config import Recipe
 from launch.dtypes import DTYPES
@@ -95,6 +96,8 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def block_spec(recipe: Recipe, config: TransformerConfig, on_cpu: bool) -> TransformerBlockSubmodules | ModuleSpec:
     if uses_transformer_engine(recipe, on_cpu):
+        if recipe.optimizer.use_forge:
+            return get_gpt_layer_forge_spec(config, use_transformer_engine=True)
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * config.num_layers,

@@ -41,10 +41,24 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
 
 
 def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
-    """The model chunks that Megatron's schedules take, and their optimizer."""
-    chunks = [DistributedDataParallel(model.config, ddp_config(recipe), model)]
-    optimizer = get_megatron_optimizer(optimizer_config(recipe), chunks, use_gloo_process_groups=False)
-    return chunks, optimizer
+    """The model chunks that Megatron's schedules take, and their optimizer: Megatron's, or with
+    ``optimizer.use_forge`` Megatron's with FORGE stepping the linears."""
+    ddp, config = ddp_config(recipe), optimizer_config(recipe)
+    if not recipe.optimizer.use_forge:
+        chunks = [DistributedDataParallel(model.config, ddp, model)]
+        return chunks, get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    from forge_megatron import megatron as forge
+
+    o = recipe.optimizer
+    forge.prepare([model], ddp, config)
+    chunks = [DistributedDataParallel(model.config, ddp, model)]
+    return chunks, forge.get_forge_optimizer(
+        config,
+        chunks,
+        options=forge.ForgeOptions(recipe=o.recipe, update=o.update, backend=o.backend),
+        num_microbatches=recipe.micro_batches,
+        use_gloo_process_groups=False,
+    )
 
 
 def build_schedule(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

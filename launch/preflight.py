@@ -19,6 +19,7 @@ _CHOICES = {
     "model.dtype": ("fp32", "bf16"),
     "model.recompute": ("none", "selective", "full"),
     "model.transformer_engine": ("auto", "always", "never"),
+    "optimizer.update": ("auto", "backward", "step"),
     "optimizer.decay_style": ("cosine", "linear", "constant"),
     "run.device": ("auto", "cpu", "cuda"),
 }
@@ -112,6 +113,12 @@ def check_sizes(recipe: Recipe) -> None:
 
 def check_optimizer(recipe: Recipe) -> None:
     optimizer, dtype = recipe.optimizer, recipe.model.dtype
+    if dtype == "bf16" and optimizer.recipe != "fp32-master" and optimizer.clip_grad > 0:
+        raise RecipeError(
+            "optimizer.clip_grad",
+            f"{optimizer.clip_grad}: Megatron clips fp32 gradients only, and these are bf16: set it to 0, or "
+            "optimizer.recipe=fp32-master",
+        )
     if optimizer.use_forge:
         _check_forge(recipe)
         return
@@ -119,17 +126,8 @@ def check_optimizer(recipe: Recipe) -> None:
         raise RecipeError("optimizer.rule", f"{optimizer.rule!r}: the standard optimizer here is adamw")
     same = {"fp32": (None, "fp32-state", "fp32-master"), "bf16": (None, "bf16-state", "fp32-master")}[dtype]
     if optimizer.recipe not in same:
-        raise RecipeError(
-            "optimizer.recipe",
-            f"{optimizer.recipe!r} has no counterpart without forge on {dtype} weights; there are "
-            f"{', '.join(filter(None, same))}",
-        )
-    if dtype == "bf16" and optimizer.recipe != "fp32-master" and optimizer.clip_grad > 0:
-        raise RecipeError(
-            "optimizer.clip_grad",
-            "Megatron clips fp32 gradients only: without forge and with bf16 gradients set it to 0, or "
-            "optimizer.recipe=fp32-master",
-        )
+        known = ", ".join(filter(None, same))
+        raise RecipeError("optimizer.recipe", f"{optimizer.recipe!r} on {dtype} weights needs forge; without: {known}")
 
 
 def _check_forge(recipe: Recipe) -> None:

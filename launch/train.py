@@ -66,7 +66,7 @@ class Trainer:
         bits = loss / math.log(2) if recipe.data.tokenizer == "byte" else None
         return Validation(self.progress.step, loss, bits)
 
-    def _step(self, batches) -> tuple[torch.Tensor, float | None]:
+    def _step(self, batches) -> tuple[torch.Tensor, float]:
         # Before the backward, which may already update the weights with the learning rate.
         self.scheduler.step(1)
         for chunk in self.chunks:
@@ -74,9 +74,7 @@ class Trainer:
         self.optimizer.zero_grad()
         sums = step.run(self.recipe, self.chunks, batches, self.recipe.micro_batches)
         _, norm, _ = self.optimizer.step()
-        if norm is None:
-            norm = self.optimizer.get_grad_norm()
-        return sums, None if norm is None else float(norm)
+        return sums, float(norm)
 
     def run(self, stop: StopSignals) -> None:
         """Train from the current step to the recipe's last, or to the step at which any rank was
