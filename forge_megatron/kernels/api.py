@@ -82,9 +82,7 @@ def wgrad_norm_sq(
 
 
 @torch.no_grad()
-def wgrad_accumulate(
-    segments: Sequence[Segment], accumulator: Tensor, *, backend: str = "auto"
-) -> None:
+def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backend: str = "auto") -> None:
     """Add the sum of ``dY^T X`` to ``accumulator``, fp32 or bf16 ``[O, I]``, rounding once.
 
     Raises:

@@ -50,16 +50,13 @@ def check_slot(slot: Slot) -> None:
     weight = slot.weight
     if len(slot.states) != len(slot.rule.states):
         raise ValueError(
-            f"{slot.name}: {slot.rule.name} has the states {slot.rule.states}, "
-            f"got {len(slot.states)} tensors"
+            f"{slot.name}: {slot.rule.name} has the states {slot.rule.states}, got {len(slot.states)} tensors"
         )
     if weight.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"{slot.name}: a weight of dtype {weight.dtype} cannot be stepped")
     for name, tensor in slot.tensors():
         if tensor.shape != weight.shape or tensor.device != weight.device:
-            raise ValueError(
-                f"{slot.name}: {name} is {_describe(tensor)}, the weight is {_describe(weight)}"
-            )
+            raise ValueError(f"{slot.name}: {name} is {_describe(tensor)}, the weight is {_describe(weight)}")
     if slot.master is not None and slot.master.dtype is not torch.float32:
         raise TypeError(f"{slot.name}: the master is {slot.master.dtype}, it must be float32")
     _check_fp32(slot.name, "scalars", slot.scalars, (slot.rule.n_scalars,), weight.device)
@@ -73,15 +70,12 @@ def check_multiplier(name: str, multiplier: Tensor | None, device: torch.device)
         _check_fp32(name, "multiplier", multiplier, (), device)
 
 
-def check_segments(
-    name: str, segments: Sequence[Segment], shape: torch.Size | None, device: torch.device
-) -> None:
+def check_segments(name: str, segments: Sequence[Segment], shape: torch.Size | None, device: torch.device) -> None:
     """Raise ``ValueError`` unless every segment is ``dY [T, O], X [T, I]`` of one ``[O, I]``."""
     for dy, x in segments:
         if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
             raise ValueError(
-                f"{name}: dY is {_describe(dy)} and X is {_describe(x)}; "
-                "flatten both to [tokens, features]"
+                f"{name}: dY is {_describe(dy)} and X is {_describe(x)}; flatten both to [tokens, features]"
             )
         produced = torch.Size((dy.shape[1], x.shape[1]))
         if shape is not None and produced != shape:
@@ -89,27 +83,20 @@ def check_segments(
         if dy.device != device or x.device != device:
             raise ValueError(f"{name}: dY is on {dy.device} and X on {x.device}, expected {device}")
         if dy.dtype not in WEIGHT_DTYPES or x.dtype not in WEIGHT_DTYPES:
-            raise TypeError(
-                f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16"
-            )
+            raise TypeError(f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16")
 
 
 def check_accumulator(name: str, accumulator: Tensor, shape, device: torch.device) -> None:
     """Raise unless ``accumulator`` is fp32 or bf16 of ``shape`` on ``device``."""
     if accumulator.shape != torch.Size(shape) or accumulator.device != device:
-        raise ValueError(
-            f"{name}: the accumulator is {_describe(accumulator)}, "
-            f"expected {list(shape)} on {device}"
-        )
+        raise ValueError(f"{name}: the accumulator is {_describe(accumulator)}, expected {list(shape)} on {device}")
     if accumulator.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"{name}: the accumulator is {accumulator.dtype}; use float32 or bfloat16")
 
 
 def _check_fp32(owner: str, name: str, tensor: Tensor, shape: tuple, device) -> None:
     if tensor.dtype is not torch.float32 or tensor.shape != shape or tensor.device != device:
-        raise ValueError(
-            f"{owner}: {name} is {_describe(tensor)}, expected {list(shape)} float32 on {device}"
-        )
+        raise ValueError(f"{owner}: {name} is {_describe(tensor)}, expected {list(shape)} float32 on {device}")
 
 
 def _describe(tensor: Tensor) -> str:

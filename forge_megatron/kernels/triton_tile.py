@@ -22,9 +22,7 @@ def tile_position(O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def locate(
-    row, column, strides, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, OFFSET: tl.constexpr
-):
+def locate(row, column, strides, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, OFFSET: tl.constexpr):
     """Offsets of a tile of an ``[O, I]`` tensor: of its corner (int64), and from there (OFFSET)."""
     stride_o, stride_i = strides
     corner = row.to(tl.int64) * stride_o + column.to(tl.int64) * stride_i

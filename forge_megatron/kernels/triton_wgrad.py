@@ -70,9 +70,7 @@ def wgrad_step_kernel(
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
-    tile = gradient_tile(
-        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
-    )
+    tile = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     h = load_scalars(scalars, N_SCALARS)
     sum_of_squares = 0.0
     tiles = column_parts(tile, PARTS)
@@ -138,9 +136,7 @@ def wgrad_norm_kernel(
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
-    g = gradient_tile(
-        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
-    )
+    g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     if accumulator is not None:
         inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
         corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
@@ -170,9 +166,7 @@ def wgrad_accumulate_kernel(
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
-    g = gradient_tile(
-        dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION
-    )
+    g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
     corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
     sums = accumulator + corner + offset
@@ -256,9 +250,7 @@ class _Launch:
         )
         tensors = [*dys, *xs, *written, *(() if accumulator is None else (accumulator,))]
         aligned = rows % 16 == columns % 16 == 0 and all(map(_is_aligned, tensors))
-        fp32 = any(
-            torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments
-        )
+        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
         wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
         tile = choose_tile(rows, columns, fp32=fp32, aligned=aligned)
         self.parts = tile.parts

@@ -55,8 +55,7 @@ class Rule:
         unknown = [name for name in hyperparameters if name not in known]
         if unknown:
             raise TypeError(
-                f"{self.name} has no hyperparameter {', '.join(map(repr, unknown))}; "
-                f"it has: {', '.join(known)}"
+                f"{self.name} has no hyperparameter {', '.join(map(repr, unknown))}; it has: {', '.join(known)}"
             )
         if "lr" not in hyperparameters:
             raise TypeError(f"{self.name} needs lr=...: there is no default learning rate")

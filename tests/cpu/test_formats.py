@@ -1,0 +1,108 @@
+"""State formats, weight stores and the recipes that name pairs of them."""
+
+import pytest
+import torch
+
+from forge_megatron.formats import RECIPES, resolve_recipe, state_format, state_format_of, weight_store
+from forge_megatron.rules import bind, torch_language
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recipe", "state", "store"),
+    [
+        (torch.float32, None, torch.float32, "nearest"),
+        (torch.bfloat16, None, torch.bfloat16, "nearest"),
+        (torch.float16, None, torch.float32, "nearest"),
+        *((dtype, "fp32-state", torch.float32, "nearest") for dtype in DTYPES),
+        *((dtype, "bf16-state", torch.bfloat16, "nearest") for dtype in DTYPES),
+        *((dtype, "fp32-master", torch.float32, "master") for dtype in DTYPES),
+    ],
+)
+def test_a_recipe_is_a_state_format_and_a_weight_store(dtype, recipe, state, store):
+    fmt, got = resolve_recipe(dtype, recipe)
+    assert (fmt.dtype, got.name) == (state, store)
+
+
+def test_the_parts_can_be_named_instead():
+    fmt, store = resolve_recipe(torch.bfloat16, state_format="fp32", weight_store="master")
+    assert (fmt.name, store.name) == ("fp32", "master")
+
+
+@pytest.mark.parametrize("recipe", ["sr-store", "int8", "fp8", "fp8-weight"])
+def test_a_recipe_that_is_not_built_is_refused_by_name(recipe):
+    assert recipe in RECIPES
+    with pytest.raises(NotImplementedError, match=f"recipe='{recipe}' is not built"):
+        resolve_recipe(torch.bfloat16, recipe)
+
+
+def test_a_part_that_is_not_built_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="state_format='int8'"):
+        resolve_recipe(torch.bfloat16, state_format="int8")
+    with pytest.raises(NotImplementedError, match="weight_store='stochastic'"):
+        resolve_recipe(torch.bfloat16, weight_store="stochastic")
+
+
+def test_unknown_names_list_what_there_is():
+    with pytest.raises(ValueError, match=r"recipe='fp32'.*fp32-state, bf16-state, fp32-master"):
+        resolve_recipe(torch.float32, "fp32")
+    with pytest.raises(ValueError, match=r"state_format='fp16'.*fp32, bf16"):
+        state_format("fp16")
+    with pytest.raises(ValueError, match=r"weight_store='copy'.*nearest, master"):
+        weight_store("copy")
+
+
+def test_a_recipe_beside_one_of_its_parts_is_refused():
+    with pytest.raises(ValueError, match=r"recipe='fp32-state' already names.*state_format='bf16'"):
+        resolve_recipe(torch.float32, "fp32-state", state_format="bf16")
+
+
+def test_a_dtype_that_no_weight_has_is_refused():
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        resolve_recipe(torch.float64)
+
+
+def test_bf16_rounds_to_nearest_even():
+    encode = bind(state_format("bf16").encode, torch_language)
+    ulp = 2.0**-7
+    exact = torch.tensor([1 + ulp / 2, 1 + ulp * 3 / 2, 1 + ulp * 0.51, -(1 + ulp / 2)])
+    assert encode(exact).tolist() == [1.0, 1 + 2 * ulp, 1 + ulp, -1.0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_what_is_stored_survives_decoding_and_encoding(name):
+    fmt = state_format(name)
+    stored = torch.randn(1000).to(fmt.dtype)
+    decoded = bind(fmt.decode, torch_language)(stored)
+    assert decoded.dtype is torch.float32
+    assert torch.equal(bind(fmt.encode, torch_language)(decoded), stored)
+    assert state_format_of(stored) is fmt
+
+
+def test_a_state_of_no_format_is_refused():
+    with pytest.raises(TypeError, match=r"torch\.int8.*torch\.float32, torch\.bfloat16"):
+        state_format_of(torch.zeros(1, dtype=torch.int8))
+
+
+def test_states_are_zero_and_lie_as_their_weight():
+    weight = torch.nn.Parameter(torch.randn(4, 6).t())
+    state = state_format("bf16").allocate(weight)
+    assert state.stride() == weight.stride()
+    assert state.dtype is torch.bfloat16
+    assert not state.requires_grad
+    assert not state.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_master_is_the_weight_in_fp32(dtype):
+    weight = torch.nn.Parameter(torch.randn(4, 6).to(dtype))
+    master = weight_store("master").allocate(weight)
+    assert master.dtype is torch.float32
+    assert torch.equal(master.to(dtype), weight)
+    assert not master.requires_grad
+    assert weight_store("nearest").allocate(weight) is None
+
+
+def test_an_fp32_weight_is_its_own_master():
+    assert weight_store("master").allocate(torch.randn(4, 6)) is None
