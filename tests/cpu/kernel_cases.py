@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from forge_megatron.kernels import Slot, wgrad_step
 from forge_megatron.rules import get
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ("reference", "triton")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -28,6 +32,17 @@ HYPERPARAMETERS = {"adamw": {"lr": 0.1, "weight_decay": 0.1}, "sgd": {"lr": 1e-3
 
 #: The step that scalars are made for: not the first, whose bias corrections cancel any factor of the gradient.
 STEP = 3
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """``torch.empty`` returns NaN, so that what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device=DEVICE).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
