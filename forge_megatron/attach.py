@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable
 
@@ -11,7 +12,7 @@ from forge_megatron.linear.modules import fuse
 from forge_megatron.linear.ownership import reason_not_fused
 from forge_megatron.optimizer import ForgeOptimizer
 
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None, **options) -> ForgeOptimizer:
@@ -24,7 +25,8 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     Args:
         model: any module.
         rule: a rule's name, ``"adamw"``.
-        params: parameters or groups as ``torch.optim`` takes them; default: every trainable parameter.
+        params: parameters or groups as ``torch.optim`` takes them; default: every parameter. One that is
+            frozen has no states; they are made when it is unfrozen.
         options: of :class:`ForgeOptimizer`; ``lr`` is required.
 
     Returns:
@@ -35,9 +37,9 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
         TypeError: a hyperparameter that the rule does not have.
         NotImplementedError: an option that is not built yet.
     """
-    names = {p: _unwrapped(name) for name, p in model.named_parameters()}
+    names = _names(model)
     if params is None:
-        params = [p for p in names if p.requires_grad]
+        params = list(names)
     _warn_untied(model)
     optimizer = ForgeOptimizer(_named_groups(params, names), rule, **options)
     try:
@@ -45,28 +47,29 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     except Exception:
         optimizer.detach()
         raise
+    optimizer.watch()
     return optimizer
 
 
 def own_linears(model: nn.Module, optimizer: ForgeOptimizer) -> None:
     """Gives ``optimizer`` every linear weight of ``model`` that it can step, and the reason for the others."""
-    weights: dict[Tensor, tuple[str, list[nn.Module]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    weights: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is None or weight not in optimizer.state:
+        if weight is None or weight not in optimizer.names:
             continue
         reason = reason_not_fused(module)
         if reason is None:
-            weights.setdefault(weight, (_unwrapped(f"{name}.weight".lstrip(".")), []))[1].append(module)
+            weights.setdefault(weight, []).append(module)
         elif isinstance(module, nn.Linear):
             optimizer.reasons[weight] = reason
-    for weight, (name, modules) in weights.items():
+    for weight, modules in weights.items():
         if weight in optimizer.reasons or weight in optimizer.owned:
             continue
-        optimizer.own(weight, name)
+        owned = optimizer.own(weight)
         for module in modules:
-            fuse(module)
-        optimizer._modules.extend(modules)
+            fuse(module, owned)
+        optimizer.fused_modules.extend(modules)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -83,21 +86,30 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def _named_groups(params: Iterable, names: dict[Tensor, str]) -> list[dict]:
     """Param groups of ``(name, parameter)`` pairs, from whatever ``torch.optim`` accepts."""
+    if isinstance(params, Tensor):
+        raise TypeError("params is a Tensor; give an iterable of parameters or groups")
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    strangers = itertools.count()
     named = []
     for group in groups:
         members = group["params"]
+        if isinstance(members, set):
+            raise TypeError("a group's params are a set, whose order changes between runs; give a list")
         members = [members] if isinstance(members, Tensor) else list(members)
-        pairs = [m if isinstance(m, tuple) else (names.get(m, "parameter"), m) for m in members]
+        pairs = [
+            m if isinstance(m, tuple) else (names[m] if m in names else f"unnamed.{next(strangers)}", m)
+            for m in members
+        ]
         named.append({**group, "params": pairs})
     return named
 
 
-def _unwrapped(name: str) -> str:
-    for prefix in _WRAPPERS:
-        name = name.replace(prefix, "")
-    return name
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    """Each parameter's name without wrapper prefixes, which a checkpoint of another run may not have."""
+    names = {p: name for name, p in model.named_parameters()}
+    short = {p: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for p, name in names.items()}
+    return short if len(set(short.values())) == len(names) else names
 
 
 def _warn_untied(model: nn.Module) -> None:

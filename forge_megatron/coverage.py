@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from forge_megatron.linear import OwnedWeight
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,40 @@ class Coverage:
         total = sum(_numel(row.shape) for row in self.rows)
         lines.append(f"{self.fused_parameters:,} of {total:,} parameters fused, {self.state_bytes:,} bytes of state")
         return "\n".join(lines)
+
+
+def cover(
+    labels: Mapping[Tensor, str],
+    states: Mapping[Tensor, Mapping[str, Tensor]],
+    owned: Mapping[Tensor, OwnedWeight],
+    reasons: Mapping[Tensor, str],
+) -> Coverage:
+    """The table of an optimizer.
+
+    Args:
+        labels: each parameter's name, in the order of the groups.
+        states: what exists of its states.
+        owned: the weights that are fused unless something reads them without calling their module.
+        reasons: why others are not.
+    """
+    rows = []
+    for p, name in labels.items():
+        fused = p in owned and not owned[p].bypassed
+        if not p.requires_grad:
+            how = "frozen"
+        elif fused:
+            how = "fused"
+        elif p in owned:
+            how = "read without calling its module: stepped from .grad"
+        else:
+            how = reasons.get(p, "not the weight of a linear layer")
+        rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {}))))
+    return Coverage(rows)
+
+
+def _bytes(state: Mapping[str, Tensor]) -> int:
+    tensors: Iterable[Tensor] = (tensor for name, tensor in state.items() if name != "step")
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -7,17 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from forge_megatron import kernels, rules
-from forge_megatron.coordinator import KeepFactors, Pending, plan
-from forge_megatron.coverage import Coverage, Row
-from forge_megatron.formats import resolve_recipe
-from forge_megatron.linear import FusedStep, Ledger, OwnedWeight
+from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Pending, plan
+from forge_megatron.coverage import Coverage, cover
+from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.modules import unfuse
-from forge_megatron.linear.ownership import expect_separate_storage
-from forge_megatron.parameters import Parameters
-from forge_megatron.state import load_state
+from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
+from forge_megatron.parameters import Parameters, named_parameters
+from forge_megatron.state import load_state, new_state
 
 
 def _not_built(what: str, instead: str):
@@ -86,61 +84,71 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self.reasons: dict[Tensor, str] = {}
         self.reduce_norm_sq: Callable[[Tensor], Tensor] = _sum
         self._parameters: Parameters | None = None
-        self._modules: list[nn.Module] = []
-        self._stepped_grad: tuple[Tensor, TensorWeakRef, int] | None = None
-        self._ledger = Ledger(
-            FusedStep(backend),
-            KeepFactors(backend),
-            waits=self._plan.waits,
-            micro_batches=self._plan.micro_batches,
-            client=self,
-        )
+        self.fused_modules: list[nn.Module] = []
+        self._gradients = OrdinaryGradients()
+        self._watching = False
+        # What torch's zero_grad(set_to_none=False) would have left a .grad of zeros.
+        self._had_gradient: set[Tensor] = set()
+        self._zeroed: set[Tensor] = set()
+        now, later = FusedStep(backend), KeepFactors(backend)
+        waits, micro_batches = self._plan.waits, self._plan.micro_batches
+        self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         super().__init__(params, self.rule.resolve(hyperparameters))
         self._grad_norm = torch.zeros((), device=self._parameters.all[0].device)
 
     # ---- parameters
 
     def add_param_group(self, param_group: dict) -> None:
-        """Adds parameters, whose states exist from now on; linears of an attached model become owned."""
+        """Adds parameters, whose states exist from now on; they are stepped from ``.grad``.
+
+        Raises:
+            RuntimeError: a backward is pending.
+            ValueError, TypeError: a bad hyperparameter or parameter; nothing has changed then.
+        """
+        self._expect_nothing_pending("add parameters")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             self.rule.check(group)
-            self._allocate()
+            self._register()
         except Exception:
             self.param_groups.pop()
+            for p in group["params"]:
+                self.state.pop(p, None)
             raise
 
-    def _allocate(self) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        names: dict[Tensor, str] = {}
-        for group in self.param_groups:
-            names.update(zip(group["params"], group.get("param_names", ()), strict=False))
-        labels = {p: names.get(p, f"parameter {index}") for index, p in enumerate(params)}
-        for p in params:
-            if p.is_meta:
-                raise ValueError(f"{labels[p]} is on the meta device; materialise the model, then attach")
-            if hasattr(p, "device_mesh"):
-                raise NotImplementedError(f"{labels[p]} is a DTensor: sharded weights are not built yet")
+    def _register(self) -> None:
+        named = named_parameters(self.param_groups)
+        for label, p in named:
+            expect_steppable(label, p)
             kernels.resolve_backend(p.device, self.backend)
-        expect_separate_storage((labels[p], p) for p in params)
-        for p in params:
-            if p in self.state:
-                continue
-            state_format, store = resolve_recipe(p.dtype, **self._formats)
-            state = {"step": torch.zeros((), dtype=torch.float32)}
-            state.update((name, state_format.allocate(p)) for name in self.rule.states)
-            master = store.allocate(p)
-            if master is not None:
-                state["master"] = master
-            self.state[p] = state
+        expect_separate_storage(named)
+        labels = {p: label for label, p in named}
+        for p, label in labels.items():
+            if p not in self.state and p.requires_grad:
+                self.state[p] = self.new_state(p, label)
         self._parameters = Parameters(self.rule, self.param_groups, self.state, labels)
+        self._gradients.labels = labels
         for owned in self.owned.values():
             self._connect(owned)
+        if self._watching:
+            self.watch()
+
+    def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
+        return new_state(self.rule, p, label, **self._formats)
+
+    def admit(self, p: Tensor) -> None:
+        """Gives a parameter that was frozen until now its states."""
+        self.state[p] = self.new_state(p, self._parameters.labels[p])
+        self._parameters.admit(p)
+        if p in self.owned:
+            self._connect(self.owned[p])
+        elif self._watching:
+            self._gradients.watch([p])
 
     def own(self, weight: Tensor, name: str | None = None) -> OwnedWeight:
         """Takes a weight ``[O, I]`` whose linear calls :func:`forge_megatron.linear.open_use`."""
-        if weight not in self._parameters.slots:
+        if weight not in self._parameters.labels:
             raise ValueError(f"{name or 'the weight'} is not among this optimizer's parameters")
         owned = OwnedWeight(weight, name or self._parameters.labels[weight], self._ledger)
         self.owned[weight] = owned
@@ -149,21 +157,42 @@ class ForgeOptimizer(torch.optim.Optimizer):
         return owned
 
     def _connect(self, owned: OwnedWeight) -> None:
-        owned.slot = self._parameters.slots[owned.weight]
-        owned.step = self.state[owned.weight]["step"]
+        if owned.weight in self.state:
+            owned.slot = self._parameters.slots[owned.weight]
+            owned.step = self.state[owned.weight]["step"]
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """What errors, tables and checkpoints call each parameter, in the order of the groups."""
+        return self._parameters.labels
+
+    def watch(self) -> None:
+        """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
+        self._watching = True
+        self._gradients.watch(self._ordinary())
+
+    def _ordinary(self) -> list[Tensor]:
+        return [p for p in self._parameters.all if p not in self.owned]
 
     # ---- what the pre-flight of a backward calls
 
     def expect_ready(self) -> None:
-        if self._stepped_grad is not None:
-            p, reference, version = self._stepped_grad
-            if p.grad is not None and p.grad is reference() and p.grad._version == version:
-                raise RuntimeError(
-                    f"{self._parameters.labels[p]}: zero_grad() was not called after the last step(); its .grad "
-                    "would be applied again, while an owned weight's gradient is gone after its step"
-                )
+        self._gradients.expect_zeroed()
+        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
+        if pending is not None:
+            self._gradients.expect_untouched(pending.name)
+
+    def expect_no_gradient_asked_for(self, owned: OwnedWeight) -> None:
+        if owned.is_asked_for() or any(accumulates(p) for p in self._ordinary() if p.requires_grad):
+            raise RuntimeError(
+                f"{owned.name}: autograd.grad and backward(inputs=...) cannot ask for the gradient of an owned "
+                "weight, which is never formed; use backward() with the others frozen or paused(), or detach()"
+            )
 
     def before_updates(self) -> None:
+        """States for what is no longer frozen, and this window's hyperparameters."""
+        for p in self._parameters.without_states():
+            self.admit(p)
         self._parameters.open_window()
 
     # ---- the step
@@ -194,7 +223,11 @@ class ForgeOptimizer(torch.optim.Optimizer):
         if gradient_multiplier is not None and not self._plan.waits:
             raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
         pending = self._pending()
-        self._parameters.open_window()
+        updated = next((owned for owned in self.owned.values() if owned.updated), None)
+        if updated is not None or pending.waiting:
+            self._gradients.expect_untouched((updated or pending.waiting[0]).name)
+        self.before_updates()
+        self._parameters.follow_schedule(updated.name if updated is not None else None)
         multiplier = self._multiplier(pending, gradient_multiplier)
         measured = self._plan.clip_grad_norm is not None
         pending.apply(multiplier, with_norms=not measured)
@@ -203,9 +236,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
             self.state[weight]["step"].add_(1)
         if not measured:
             self._grad_norm = self._norm(multiplier)
+        self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
         self._ledger.close_window()
         self._parameters.close_window()
-        self._remember_grad(stepped)
+        self._gradients.close_window(stepped if self.owned else None)
         return loss
 
     def _pending(self) -> Pending:
@@ -217,8 +251,10 @@ class ForgeOptimizer(torch.optim.Optimizer):
                     f"{owned.name}: updated in one backward and read without its module in another before "
                     "step(); run both in one backward, or attach with waiting=True"
                 )
-            if owned.factors:
-                owned.factors.expect_unchanged(owned.name)
+            owned.expect_as_updated()
+            owned.factors.expect_unchanged(owned.name)
+            zeroed = owned.weight in self._zeroed and not owned.updated and owned.weight.grad is None
+            if owned.factors or zeroed:
                 waiting.append(owned)
         taken = {owned.weight for owned in waiting}
         ordinary = [p for p in self._parameters.all if p.grad is not None and p not in taken]
@@ -248,7 +284,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """
         self._ledger.expect_usable()
         pending = self._pending()
-        self._parameters.open_window()
+        self.before_updates()
         with torch.no_grad():
             pending.measure()
             return self._parameters.norms_sq()
@@ -262,20 +298,17 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """The last step's global gradient norm before clipping, 0-dim fp32; reading it synchronises nothing."""
         return self._grad_norm
 
-    def _remember_grad(self, ordinary: list[Tensor]) -> None:
-        self._stepped_grad = None
-        if ordinary and self.owned:
-            p = ordinary[0]
-            self._stepped_grad = (p, TensorWeakRef(p.grad), p.grad._version)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what waits for ``step()``, as torch discards ``.grad``.
 
         Raises:
             RuntimeError: a weight has already been updated since the last ``step()``.
         """
+        held = self._had_gradient | {owned.weight for owned in self.owned.values() if owned.factors}
         self._ledger.discard_window()
-        self._stepped_grad = None
+        self._gradients.close_window()
+        self._had_gradient = set() if set_to_none else held
+        self._zeroed = set(self._had_gradient)
         super().zero_grad(set_to_none)
 
     # ---- switching off
@@ -285,27 +318,21 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """Inside, forward and backward leave every weight, state and ``.grad`` of this optimizer alone.
 
         For a backward that passes through this model on its way to another (a generator's loss through
-        its discriminator). A forward inside keeps nothing for a weight gradient.
+        its discriminator). A forward inside keeps nothing for the gradients of this optimizer's parameters.
         """
-        if self._ledger.paused:
-            raise RuntimeError("paused() inside paused()")
-        grads = [p.grad for p in self._parameters.all]
-        self._ledger.paused = True
-        try:
+        with self._parameters.frozen():
             yield self
-        finally:
-            self._ledger.paused = False
-            for p, grad in zip(self._parameters.all, grads, strict=True):
-                p.grad = grad
 
     def detach(self) -> None:
         """Makes the model's modules ordinary again; this optimizer then steps every weight from ``.grad``."""
-        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
-        if pending is not None:
-            raise RuntimeError(f"{pending.name}: a backward is pending; call step() or zero_grad() first")
-        for module in self._modules:
+        self._expect_nothing_pending("detach")
+        for owned in self.owned.values():
+            owned.release()
+        self._gradients.release()
+        self._watching = False
+        for module in self.fused_modules:
             unfuse(module)
-        self._modules.clear()
+        self.fused_modules.clear()
         self._ledger.owned.clear()
         self.owned.clear()
         self.reasons = dict.fromkeys(self._parameters.all, "detached")
@@ -324,27 +351,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
     @property
     def coverage(self) -> Coverage:
         """Each parameter: fused or the reason why not, and the bytes of its states."""
-        rows = []
-        for p in self._parameters.all:
-            owned = self.owned.get(p)
-            if owned is None:
-                how = self.reasons.get(p, "not the weight of a linear layer")
-            else:
-                how = "read without calling its module: stepped from .grad" if owned.bypassed else "fused"
-            tensors = [t for name, t in self.state[p].items() if name != "step"]
-            size = sum(t.numel() * t.element_size() for t in tensors)
-            fused = owned is not None and not owned.bypassed
-            rows.append(Row(self._parameters.labels[p], tuple(p.shape), fused, how, size))
-        return Coverage(rows)
+        return cover(self._parameters.labels, self.state, self.owned, self.reasons)
 
     def state_dict(self) -> dict:
         """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
         self._ledger.expect_usable()
-        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
-        if pending is not None:
-            raise RuntimeError(f"{pending.name}: a backward is pending; save after step()")
+        self._expect_nothing_pending("save")
         state_dict = super().state_dict()
-        state_dict["forge"] = {"version": 1, "rule": self.rule.name}
+        frozen = [index for index, p in enumerate(self._parameters.all) if p not in self.state]
+        state_dict["forge"] = {"version": 1, "rule": self.rule.name, "frozen": frozen}
         return state_dict
 
     def load_state_dict(self, state_dict: dict, *, convert: bool = False) -> None:
@@ -359,10 +374,22 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter, state or shape is missing or differs; nothing has changed then.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         load_state(self, state_dict, convert)
         self._ledger.restored()
         self._parameters.close_window()
-        self._stepped_grad = None
+        self._gradients.close_window()
+        self._had_gradient.clear()
+        self._zeroed.clear()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _expect_nothing_pending(self, what: str) -> None:
+        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
+        if pending is not None:
+            raise RuntimeError(f"{pending.name}: a backward is pending; call step() before you {what}")
 
     def __getstate__(self):
         raise TypeError("a ForgeOptimizer is tied to its model: copy or save its state_dict()")

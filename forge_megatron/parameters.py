@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from forge_megatron.kernels import Slot
 from forge_megatron.rules import Rule
+
+
+def named_parameters(groups: list[dict]) -> list[tuple[str, Tensor]]:
+    """What errors and tables call each parameter, in the order of the groups."""
+    named: list[tuple[str, Tensor]] = []
+    for group in groups:
+        names = group.get("param_names") or itertools.repeat(None)
+        for name, p in zip(names, group["params"], strict=False):
+            named.append((name or f"parameter {len(named)}", p))
+    return named
 
 
 class Parameters:
@@ -20,7 +32,7 @@ class Parameters:
     Attributes:
         all: the parameters in the order of the groups.
         labels: what errors and tables call them.
-        slots: what a step of each reads and writes.
+        slots: what a step of each reads and writes; a parameter that was never trainable has none.
     """
 
     def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str]):
@@ -31,40 +43,92 @@ class Parameters:
         self.all = [p for group in groups for p in group["params"]]
         self.slots: dict[Tensor, Slot] = {}
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
-        self._open = False
+        self._written: list[tuple[float, ...]] | None = None
         self._versions: dict[Tensor, int] = {}
         members: dict[torch.device, list[Tensor]] = {}
         for p in self.all:
             members.setdefault(p.device, []).append(p)
+        self._rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for device, params in members.items():
             scalars = torch.zeros(len(params), rule.n_scalars, device=device)
             norms = torch.zeros(len(params), device=device)
             self._tables[device] = (params, scalars, norms)
-            for index, p in enumerate(params):
-                states = tuple(state[p][name] for name in rule.states)
-                self.slots[p] = Slot(rule, p, states, scalars[index], state[p].get("master"), norms[index], labels[p])
-        self.close_window()
+            self._rows.update((p, (scalars[index], norms[index])) for index, p in enumerate(params))
+        for p in self.all:
+            if p in state:
+                self.admit(p)
+
+    def admit(self, p: Tensor) -> None:
+        """Makes the slot of a parameter whose states exist now."""
+        state = self._state[p]
+        states = tuple(state[name] for name in self._rule.states)
+        scalars, norm = self._rows[p]
+        self.slots[p] = Slot(self._rule, p, states, scalars, state.get("master"), norm, self.labels[p])
+        if "master" in state:
+            self._versions[p] = p._version
+
+    def without_states(self) -> list[Tensor]:
+        """The parameters that were frozen and are to be stepped now."""
+        return [p for p in self.all if p not in self.slots and (p.requires_grad or p.grad is not None)]
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, neither a forward nor a backward reaches any of the parameters."""
+        trainable = [p for p in self.all if p.requires_grad]
+        for p in trainable:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in trainable:
+                p.requires_grad_(True)
 
     def open_window(self) -> None:
         """Writes the scalars of every parameter's next update, and empties the norms."""
-        if self._open:
+        if self._written is not None:
             return
-        self._open = True
+        self._write()
+        for _, _, norms in self._tables.values():
+            norms.zero_()
+        self._refresh_masters()
+
+    def follow_schedule(self, updated: str | None) -> None:
+        """Writes the scalars again if hyperparameters changed since the window was opened.
+
+        Args:
+            updated: the name of a weight that has been updated with the old ones; None: none has.
+
+        Raises:
+            RuntimeError: some weights would be stepped with the old ones and others with the new.
+        """
+        if self._hyperparameters() == self._written:
+            return
+        if updated is not None:
+            raise RuntimeError(
+                f"a hyperparameter (lr, weight_decay ...) changed after backward had updated {updated} with the old "
+                "one; change it before backward, or attach with waiting=True"
+            )
+        self._write()
+
+    def _hyperparameters(self) -> list[tuple[float, ...]]:
+        return [self._rule.scalars(group, 1) for group in self._groups]
+
+    def _write(self) -> None:
+        self._written = self._hyperparameters()
         group_of = {p: index for index, group in enumerate(self._groups) for p in group["params"]}
         rows: dict[tuple[int, int], tuple[float, ...]] = {}
-        for params, scalars, norms in self._tables.values():
+        for params, scalars, _ in self._tables.values():
             table = []
             for p in params:
-                key = group_of[p], int(self._state[p]["step"]) + 1
+                taken = int(self._state[p]["step"]) if p in self.slots else 0
+                key = group_of[p], taken + 1
                 if key not in rows:
                     rows[key] = self._rule.scalars(self._groups[key[0]], key[1])
                 table.append(rows[key])
             scalars.copy_(torch.tensor(table, dtype=torch.float32), non_blocking=True)
-            norms.zero_()
-        self._refresh_masters()
 
     def close_window(self) -> None:
-        self._open = False
+        self._written = None
         self._versions = {p: p._version for p, slot in self.slots.items() if slot.master is not None}
 
     @torch.no_grad()
@@ -80,7 +144,7 @@ class Parameters:
         if len(self._tables) == 1:
             ((_, _, norms),) = self._tables.values()
             return norms.clone()
-        return torch.stack([self.slots[p].norm_sq.to(self.all[0].device) for p in self.all])
+        return torch.stack([self._rows[p][1].to(self.all[0].device) for p in self.all])
 
     def by_device(self, params: Iterable[Tensor]) -> dict[torch.device, list[Slot]]:
         slots: dict[torch.device, list[Slot]] = {}

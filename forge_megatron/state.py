@@ -1,49 +1,96 @@
-"""Loading optimizer state: everything is checked first, then copied in place."""
+"""A parameter's optimizer state: making it, and loading it. Everything is checked first, then copied in place."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from forge_megatron.optimizer import ForgeOptimizer
+from forge_megatron.formats import resolve_recipe
+from forge_megatron.rules import Rule
 
 # torch's own switches of how, not what: a checkpoint's values for them mean nothing here.
 _IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
-def load_state(optimizer: ForgeOptimizer, state_dict: dict, convert: bool) -> None:
+class Restorable(Protocol):
+    """What loading asks of the optimizer."""
+
+    rule: Rule
+    names: Mapping[Tensor, str]
+    param_groups: list[dict]
+    state: Mapping[Tensor, dict[str, Tensor]]
+
+    def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
+        """The states that ``p`` would have; changes nothing."""
+
+    def admit(self, p: Tensor) -> None:
+        """Gives ``p``, which was frozen, its states."""
+
+
+def new_state(rule: Rule, p: Tensor, label: str, **formats: str | None) -> dict[str, Tensor]:
+    """Zero states under torch's names, ``step`` (0-dim fp32 on the CPU), and the master if the store has one.
+
+    Raises:
+        TypeError: a dtype that weights cannot have, naming ``label``.
+    """
+    try:
+        state_format, store = resolve_recipe(p.dtype, **formats)
+    except TypeError as error:
+        raise TypeError(f"{label}: {error}") from None
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    state.update((name, state_format.allocate(p)) for name in rule.states)
+    master = store.allocate(p)
+    return state if master is None else {**state, "master": master}
+
+
+def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     """Restores ``state_dict`` into ``optimizer``; see :meth:`ForgeOptimizer.load_state_dict`."""
+    missing = {"state", "param_groups"} - state_dict.keys()
+    if missing:
+        raise ValueError(f"not an optimizer's state_dict: it has no {', '.join(map(repr, sorted(missing)))}")
     ours = state_dict.get("forge")
     if ours is not None and ours["rule"] != optimizer.rule.name:
         raise ValueError(f"the checkpoint was written by rule {ours['rule']!r}, not {optimizer.rule.name!r}")
     saved_groups = state_dict["param_groups"]
     sources = _match(optimizer, saved_groups)
-    restored: list[tuple[Tensor, dict]] = []
+    groups = [_hyperparameters(optimizer, *pair) for pair in zip(optimizer.param_groups, saved_groups, strict=True)]
+    restored: dict[Tensor, dict[str, Tensor]] = {}
     for p, key in sources.items():
+        label = optimizer.names[p]
         entry = state_dict["state"].get(key)
-        label = optimizer._parameters.labels[p]
-        if entry is None:
-            if ours is not None:
+        if not entry:
+            if ours is not None and key not in ours["frozen"]:
                 raise ValueError(f"{label}: the checkpoint has no state for it")
             # torch creates a state at the first step: a parameter that never had a gradient has none.
-            entry = _never_stepped(optimizer.state[p])
-        restored.append((p, _checked(label, optimizer.state[p], entry, convert)))
+            if p in optimizer.state:
+                restored[p] = _never_stepped(optimizer.state[p])
+            continue
+        own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
+        restored[p] = _checked(label, own, entry, convert, with_master=ours is not None)
     with torch.no_grad():
-        for p, values in restored:
+        for p, values in restored.items():
+            if p not in optimizer.state:
+                optimizer.admit(p)
             for name, value in values.items():
                 optimizer.state[p][name].copy_(value)
             if "master" in optimizer.state[p] and "master" not in values:
                 optimizer.state[p]["master"].copy_(p)
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        kept = {"params", "param_names", *_IMPLEMENTATION_KEYS}
-        group.update((key, value) for key, value in saved.items() if key not in kept)
-        optimizer.rule.check(group)
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update(loaded)
 
 
-def _match(optimizer: ForgeOptimizer, saved_groups: list[dict]) -> dict[Tensor, object]:
+def _hyperparameters(optimizer: Restorable, group: dict, saved: dict) -> dict:
+    """What the checkpoint says of a group, checked by the rule."""
+    kept = {"params", "param_names", *_IMPLEMENTATION_KEYS}
+    loaded = {key: value for key, value in saved.items() if key not in kept}
+    optimizer.rule.check({**group, **loaded})
+    return loaded
+
+
+def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, object]:
     """Which entry of the checkpoint belongs to each parameter."""
     groups = optimizer.param_groups
     if len(groups) != len(saved_groups):
@@ -68,16 +115,16 @@ def _match(optimizer: ForgeOptimizer, saved_groups: list[dict]) -> dict[Tensor, 
     return sources
 
 
-def _never_stepped(state: dict) -> dict:
+def _never_stepped(state: dict) -> dict[str, Tensor]:
     return {name: torch.zeros_like(value) for name, value in state.items() if name != "master"}
 
 
-def _checked(label: str, state: dict, entry: dict, convert: bool) -> dict:
-    """The values to copy, one for each of our states."""
+def _checked(label: str, state: dict, entry: dict, convert: bool, *, with_master: bool) -> dict[str, Tensor]:
+    """The values to copy, one for each of our states; torch's checkpoints have no master."""
     values = {}
     for name, own in state.items():
         if name not in entry:
-            if name == "master" and "forge" not in entry:
+            if name == "master" and not with_master:
                 continue
             raise ValueError(f"{label}: the checkpoint has no {name!r}")
         value = torch.as_tensor(entry[name])

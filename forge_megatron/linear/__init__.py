@@ -3,7 +3,7 @@
 from forge_megatron.linear.function import owned_linear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
-from forge_megatron.linear.owned import OwnedWeight, Use, open_use, owner_of
+from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of
 from forge_megatron.linear.sink import FusedStep, Sink
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "OwnedWeight",
     "Sink",
     "Use",
+    "accumulates",
     "open_use",
     "owned_linear",
     "owner_of",

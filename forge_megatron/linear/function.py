@@ -39,8 +39,9 @@ class OwnedLinearFunction(torch.autograd.Function):
         return dx, None, dbias, None
 
 
-@torch.compiler.disable
-def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+# As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second.
+@torch._disable_dynamo
+def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear(x, weight, bias)`` for an owned weight.
 
     Under autocast the operands are cast as ``F.linear``'s are, and the gradient stays in fp32 from the
@@ -51,7 +52,6 @@ def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, training: bool)
         x: ``[..., I]``, any strides.
         weight: ``[O, I]``, owned.
         bias: ``[O]`` or None.
-        training: the module's ``training`` flag.
 
     Returns:
         ``[..., O]``.
@@ -65,7 +65,7 @@ def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, training: bool)
         raise RuntimeError(
             f"expected the input and the weight to have the same dtype, got {x.dtype} and {weight.dtype}"
         )
-    use = open_use(weight, training)
+    use = open_use(weight)
     y = OwnedLinearFunction.apply(x, use.ticket, bias, use)
     use.bind(y.grad_fn)
     return y

@@ -6,19 +6,31 @@ is what lies between two ``step()`` calls. DESIGN section 2, rules 1 to 3.
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from forge_megatron.linear.owned import OwnedWeight, Use, in_backward
+from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Sink
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
-# Backward runs in one thread a device; a model on several devices pre-flights once.
-_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class GraphTask:
+    """A backward that was pre-flighted.
+
+    Attributes:
+        wanted: the owned weights whose gradient it asks for.
+        running: dead once the engine has let go of the graph task, be it finished or failed.
+    """
+
+    wanted: frozenset[OwnedWeight]
+    running: weakref.ref[Callable[[], None]]
 
 
 class Client(Protocol):
@@ -26,6 +38,9 @@ class Client(Protocol):
 
     def expect_ready(self) -> None:
         """Raises if this backward could not be followed by an exact step; changes nothing."""
+
+    def expect_no_gradient_asked_for(self, owned: OwnedWeight) -> None:
+        """Raises if a backward that leaves out ``owned`` asks for gradients of this optimizer."""
 
     def before_updates(self) -> None:
         """Writes the hyperparameters: this backward is about to update weights."""
@@ -50,26 +65,32 @@ class Ledger:
         # Strong, it would close a cycle: the optimizer holds its ledger.
         self._client = weakref.ref(client)
         self.owned: list[OwnedWeight] = []
-        self.paused = False
         self.task_count = 0
         self._micro_batch = 0
-        self._tasks: dict[int, set[OwnedWeight]] = {}
+        self._tasks: dict[int, GraphTask] = {}
         self._broken: str | None = None
         _ledgers.add(self)
 
     # ---- what the optimizer calls
 
-    def expect_no_failed_backward(self) -> None:
-        """Notices, outside backward, that the last backward raised; drops the factors that it left."""
-        if not self._tasks or in_backward():
-            return
+    def expect_no_failed_backward(self, *, closing: bool = False) -> None:
+        """Notices that a backward raised; drops the factors that it left.
+
+        Args:
+            closing: the window ends, so no backward may be running; otherwise another thread may run one.
+        """
+        if closing and in_backward():
+            raise RuntimeError("called inside backward, which updates weights itself; call it after backward")
+        with lock:
+            tasks = {task: it for task, it in self._tasks.items() if closing or it.running() is None}
+            for task in tasks:
+                del self._tasks[task]
         stepped = [owned.name for owned in self.owned if owned.updated]
-        failed = {task for task, wanted in self._tasks.items() if wanted}
+        failed = {task for task, it in tasks.items() if it.wanted}
         folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
         for owned in self.owned:
             for task in failed:
                 owned.factors.drop_task(task)
-        self._tasks.clear()
         if not failed:
             return
         if stepped:
@@ -82,7 +103,7 @@ class Ledger:
             self._broken = f"the last backward failed{where}; call zero_grad() to discard the window"
 
     def expect_usable(self) -> None:
-        self.expect_no_failed_backward()
+        self.expect_no_failed_backward(closing=True)
         if self._broken is not None:
             raise RuntimeError(self._broken)
 
@@ -95,7 +116,7 @@ class Ledger:
 
     def discard_window(self) -> None:
         """``zero_grad()``: drops what waits; refuses to hide an update that has already been made."""
-        self.expect_no_failed_backward()
+        self.expect_no_failed_backward(closing=True)
         stepped = next((owned for owned in self.owned if owned.updated), None)
         if stepped is None:
             self._broken = None
@@ -116,17 +137,22 @@ class Ledger:
     def wants(self, use: Use) -> bool:
         """Pre-flights the running graph task once; says whether it wants this use's weight gradient."""
         task = torch._C._current_graph_task_id()
-        with _lock:
+        if task == -1:
+            raise NotImplementedError(
+                f"{use.owned.name}: compiled autograd runs backward outside the autograd engine, where nobody can "
+                "tell a weight's last use; turn torch._dynamo.config.compiled_autograd off"
+            )
+        with lock:
             if task not in self._tasks:
                 _preflight(task)
-            return use.owned in self._tasks[task]
+            return use.owned in self._tasks[task].wanted
 
     def deliver(self, use: Use, dy: Tensor, x: Tensor, borrowed: bool) -> None:
         owned = use.owned
         task = torch._C._current_graph_task_id()
         if use.recomputed:
-            owned.replayed += 1
-        last = not any(other.runs_here() and not other.executed for other in owned.live_uses())
+            owned.count_replay()
+        last = not any(other.task != task and other.runs_here() for other in owned.live_uses())
         if owned.waits or not last:
             owned.factors.keep(dy, x, task, borrowed)
             if owned.waits:
@@ -148,11 +174,15 @@ class Ledger:
             RuntimeError: an update in this graph task could not be exact.
         """
         verdicts: dict[OwnedWeight, bool] = {}
+        left_out = None
         micro_batch = self._micro_batch
         for owned in self.owned:
             alive = owned.live_uses()
             here = [use for use in alive if use.runs_here()]
-            if not here or self.paused or not owned.weight.requires_grad or not owned.ticket_runs():
+            if not here or not owned.weight.requires_grad:
+                continue
+            if not owned.ticket_runs():
+                left_out = owned
                 continue
             owned.check_layout()
             if any(use.opened >= self.task_count and not use.recomputed for use in here):
@@ -171,6 +201,8 @@ class Ledger:
                 or owned.has_unfinished(here, alive)
                 or owned.plain_consumer_runs()
             )
+        if left_out is not None:
+            self._client().expect_no_gradient_asked_for(left_out)
         if verdicts:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
@@ -182,8 +214,8 @@ class Ledger:
                 )
         return verdicts, micro_batch
 
-    def commit(self, task: int, verdicts: dict[OwnedWeight, bool], micro_batch: int) -> None:
-        self._tasks[task] = set(verdicts)
+    def commit(self, task: int, verdicts: dict[OwnedWeight, bool], micro_batch: int, finished) -> None:
+        self._tasks[task] = GraphTask(frozenset(verdicts), weakref.ref(finished))
         if verdicts:
             self.task_count += 1
             self._micro_batch = micro_batch
@@ -193,15 +225,14 @@ class Ledger:
             self._client().before_updates()
 
     def finish(self, task: int) -> None:
-        self._tasks.pop(task, None)
+        with lock:
+            self._tasks.pop(task, None)
 
 
 def _preflight(task: int) -> None:
     """Asks every optimizer's book before any of them changes a weight."""
     ledgers = [ledger for ledger in _ledgers if ledger.owned]
     findings = [ledger.examine() for ledger in ledgers]
-    for ledger, (verdicts, micro_batch) in zip(ledgers, findings, strict=True):
-        ledger.commit(task, verdicts, micro_batch)
     references = [weakref.ref(ledger) for ledger in ledgers]
 
     def finished() -> None:
@@ -210,4 +241,6 @@ def _preflight(task: int) -> None:
             if ledger is not None:
                 ledger.finish(task)
 
+    for ledger, (verdicts, micro_batch) in zip(ledgers, findings, strict=True):
+        ledger.commit(task, verdicts, micro_batch, finished)
     torch.autograd.Variable._execution_engine.queue_callback(finished)

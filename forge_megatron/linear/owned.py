@@ -7,6 +7,7 @@ wants this weight's gradient at all (``torch.autograd.grad(loss, x)`` does not).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # Weak on both sides: an optimizer that dies takes its owned weights with it, and the model stays usable.
 _owners: dict[int, weakref.ref[OwnedWeight]] = {}
+# Backward runs in one thread a device, and another thread may run a forward meanwhile.
+lock = threading.RLock()
 
 
 def owner_of(weight: Tensor) -> OwnedWeight | None:
@@ -36,19 +39,40 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def open_use(weight: Tensor, training: bool = True) -> Use | None:
+def in_function_forward() -> bool:
+    """True inside the forward of an autograd function, such as a reentrant checkpoint's.
+
+    It switches forward-mode gradients off too, which ``no_grad`` does not.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def open_use(weight: Tensor) -> Use | None:
     """Registers one call of a linear with ``weight``; every forward calls it, also under ``no_grad``.
 
     Args:
         weight: the parameter that the linear multiplies with.
-        training: the module's ``training`` flag.
 
     Returns:
         The use, or None if the weight is not owned. ``use.ticket`` is None where no gradient of the
         weight is wanted (frozen, paused, ``no_grad``): the layer then computes the input gradient only.
     """
     owned = owner_of(weight)
-    return None if owned is None else owned.open(training)
+    return None if owned is None else owned.open()
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Inside a backward: the engine will add to ``leaf.grad``."""
+    return _leaf_is_input(leaf, captured=False)
+
+
+def _leaf_is_input(leaf: Tensor, *, captured: bool) -> bool:
+    """Whether the running backward computes the gradient of ``leaf``; ``captured`` if autograd.grad returns it."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:
+        # The engine's answer for a leaf that autograd.grad was given.
+        return captured
 
 
 class OwnedWeight:
@@ -77,7 +101,9 @@ class OwnedWeight:
         self._ledger = weakref.ref(ledger)
         self._ticket_node = get_gradient_edge(self.ticket).node
         self._weight_node = None
-        self._uses: list[weakref.ref[Use]] = []
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._shadows = self._replayed = 0
+        self._shadow_version = weight._version
         self._layout = (weight.dtype, weight.device, weight.shape)
         self.bypassed = False
         self.clear()
@@ -85,44 +111,54 @@ class OwnedWeight:
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
 
     def clear(self) -> None:
-        """Forgets the window: kept factors, uses, and what was decided."""
+        """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
         self.factors.clear()
-        self._uses.clear()
-        self.shadows = self.replayed = 0
         self.waits = self.updated = False
+        self.updated_version: int | None = None
+
+    def release(self) -> None:
+        """The weight belongs to nobody again; a backward through a graph from before is refused."""
+        self.clear()
+        self._ledger = lambda: None
+        if owner_of(self.weight) is self:
+            del _owners[id(self.weight)]
 
     @property
     def ledger(self) -> Ledger | None:
         return self._ledger()
 
-    def open(self, training: bool) -> Use:
+    def open(self) -> Use:
         ledger = self.ledger
-        if ledger is None or ledger.paused or not self.weight.requires_grad:
+        if ledger is None or not self.weight.requires_grad:
             return Use(self, None)
         recomputed = in_backward()
         if not recomputed:
             ledger.expect_no_failed_backward()
         if not torch.is_grad_enabled():
-            # A reentrant checkpoint's forward looks like this; only the recomputation has a graph.
-            if training and not recomputed and not torch.is_inference_mode_enabled():
-                self.shadows += 1
+            if not recomputed and in_function_forward():
+                self._count_shadow()
             return Use(self, None)
-        if self.updated and recomputed:
-            raise RuntimeError(
-                f"{self.name}: recomputed after it had been updated in this backward, because a "
-                "reentrant checkpoint ran in eval mode; call model.train(), or use "
-                "checkpoint(..., use_reentrant=False)"
-            )
         use = Use(self, self.ticket, recomputed, ledger.task_count)
-        self._uses.append(weakref.ref(use))
+        with lock:
+            self._uses.add(use)
         return use
 
+    def _count_shadow(self) -> None:
+        """A forward whose graph comes later, from its recomputation inside backward."""
+        if self._shadow_version != self.weight._version:
+            # Recomputing those on the new weight would be an error, not a use.
+            self._shadows = self._replayed = 0
+            self._shadow_version = self.weight._version
+        self._shadows += 1
+
+    def count_replay(self) -> None:
+        """A recomputed use was delivered."""
+        self._replayed += 1
+
     def live_uses(self) -> list[Use]:
-        """The uses since the last step whose graphs are alive."""
-        alive = [use for use in (reference() for reference in self._uses) if use is not None]
-        if len(alive) < len(self._uses):
-            self._uses = [weakref.ref(use) for use in alive]
-        return alive
+        """The uses whose graphs are alive."""
+        with lock:
+            return list(self._uses)
 
     def ticket_runs(self) -> bool:
         return torch._C._will_engine_execute_node(self._ticket_node)
@@ -133,11 +169,25 @@ class OwnedWeight:
             self._weight_node = get_gradient_edge(self.weight).node
         return torch._C._will_engine_execute_node(self._weight_node)
 
+    def is_asked_for(self) -> bool:
+        """Inside a backward with chosen inputs: the weight, which a plain consumer put in the graph, is one."""
+        return _leaf_is_input(self.weight, captured=True)
+
     def has_unfinished(self, here: list[Use], alive: list[Use]) -> bool:
-        """Some use of this window lies outside the running graph task's uses ``here``."""
-        if any(not (use.executed or use.recomputed or use in here) for use in alive):
+        """Some use of the weight as it is now lies outside the running graph task's uses ``here``."""
+        if any(not (use.executed or use.recomputed or use in here) and use.current for use in alive):
             return True
-        return self.shadows > self.replayed + sum(use.recomputed for use in here)
+        if self._shadow_version != self.weight._version:
+            return False
+        return self._shadows > self._replayed + sum(use.recomputed for use in here)
+
+    def expect_as_updated(self) -> None:
+        """Raises if the weight was written after its update and before ``step()``: torch would write, then step."""
+        if self.updated and self.weight._version != self.updated_version:
+            raise RuntimeError(
+                f"{self.name}: was written after backward had updated it and before step(); write weights after "
+                "step(), or attach with waiting=True"
+            )
 
     def check_layout(self) -> None:
         now = (self.weight.dtype, self.weight.device, self.weight.shape)
@@ -155,19 +205,28 @@ class OwnedWeight:
         """After its kernel was launched: a stale use must fail its version check."""
         torch.autograd.graph.increment_version(self.weight)
         self.updated = True
+        self.updated_version = self.weight._version
 
 
 class Use:
-    """One call of a linear with an owned weight; it lives as long as the graph it belongs to."""
+    """One call of a linear with an owned weight; it lives as long as the graph it belongs to.
 
-    __slots__ = ("__weakref__", "_node", "executed", "opened", "owned", "recomputed", "ticket", "version")
+    Attributes:
+        ticket: input of the linear's autograd function; None: no weight gradient is wanted.
+        recomputed: opened inside a backward.
+        opened: number of graph tasks that had reached its optimizer when it was opened.
+        task: the last graph task that executed it; None: none has.
+        version: the weight's version that it multiplied with.
+    """
+
+    __slots__ = ("__weakref__", "_node", "opened", "owned", "recomputed", "task", "ticket", "version")
 
     def __init__(self, owned: OwnedWeight, ticket: Tensor | None, recomputed: bool = False, opened: int = 0):
         self.owned = owned
         self.ticket = ticket
         self.recomputed = recomputed
         self.opened = opened
-        self.executed = False
+        self.task: int | None = None
         self.version = owned.weight._version
         self._node = None
 
@@ -175,6 +234,15 @@ class Use:
     def weight(self) -> Tensor:
         """The weight outside the graph, never an unpacked copy."""
         return self.owned.weight.detach()
+
+    @property
+    def executed(self) -> bool:
+        return self.task is not None
+
+    @property
+    def current(self) -> bool:
+        """The weight is the one that this use multiplied with."""
+        return self.owned.weight._version == self.version
 
     def bind(self, node) -> None:
         """Remembers the autograd node of this call (``y.grad_fn``; None under ``no_grad``)."""
@@ -187,11 +255,10 @@ class Use:
         return node is not None and torch._C._will_engine_execute_node(node)
 
     def expect_current(self) -> None:
-        weight = self.owned.weight
-        if weight._version != self.version:
+        if not self.current:
             raise RuntimeError(
                 f"{self.owned.name}: changed between its forward (version {self.version}) and this "
-                f"backward (version {weight._version}), so the input gradient would be wrong; run the "
+                f"backward (version {self.owned.weight._version}), so the input gradient would be wrong; run the "
                 "forward again after a step, and call step() once after each backward"
             )
 
@@ -215,7 +282,8 @@ class Use:
         ledger = self.owned.ledger
         if ledger is None:
             raise RuntimeError(
-                f"{self.owned.name}: its optimizer was deleted between forward and backward; run forward again"
+                f"{self.owned.name}: its optimizer was detached or deleted between forward and backward; run "
+                "forward again"
             )
         wanted = ledger.wants(self)
         self.expect_current()
@@ -232,5 +300,5 @@ class Use:
             x: ``[T, I]``.
             borrowed: ``x`` lies in a buffer that will be reused; a kept factor is then copied.
         """
-        self.executed = True
+        self.task = torch._C._current_graph_task_id()
         self.owned.ledger.deliver(self, dy, x, borrowed)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +33,21 @@ def reason_not_fused(module: nn.Module) -> str | None:
     return None
 
 
+def expect_steppable(name: str, p: Tensor) -> None:
+    """Raises unless ``p`` is a plain, materialised tensor.
+
+    Raises:
+        ValueError: on the meta device, or a lazy module's parameter.
+        NotImplementedError: a DTensor.
+    """
+    if p.is_meta:
+        raise ValueError(f"{name} is on the meta device; materialise the model, then attach")
+    if is_lazy(p):
+        raise ValueError(f"{name} has no shape yet; run a forward of the lazy module, then attach")
+    if hasattr(p, "device_mesh"):
+        raise NotImplementedError(f"{name} is a DTensor: sharded weights are not built yet")
+
+
 def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises if two different parameters share memory: each would be stepped, and the memory twice.
 
@@ -49,6 +65,8 @@ def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
     for shared in spans.values():
         shared.sort()
         for (_, end, first), (start, _, second) in itertools.pairwise(shared):
+            if first == second:
+                raise ValueError(f"{first} is given twice; it would be stepped twice")
             if start < end:
                 raise ValueError(
                     f"{first} and {second} are different parameters in the same memory, which would be stepped "

@@ -86,20 +86,21 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
 
             rows = _rows(dy)
             if wanted:
-                use.deliver(rows, _rows(x), borrowed=ctx.sequence_parallel and not use.owned.waits)
+                # An input that autograd did not make is the user's, who may write the next batch into it.
+                borrowed = not use.owned.waits if ctx.sequence_parallel else not x_wanted
+                use.deliver(rows, _rows(x), borrowed=borrowed)
             dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
             if reducing is not None:
                 reducing.wait()
         return dx, None, dbias, None, None, None, None
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def owned_parallel_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    training: bool,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None,
@@ -110,7 +111,6 @@ def owned_parallel_linear(
         x: ``[s, b, I]``, or under ``sequence_parallel`` this rank's shard ``[s / tp, b, I]``.
         weight: this rank's shard of the weight, ``[O, I]``, owned.
         bias: ``[O]`` or None.
-        training: the module's ``training`` flag.
         allreduce_dgrad: sum the input gradient over ``tp_group`` (column-parallel).
         sequence_parallel: gather ``x`` and reduce-scatter its gradient over ``tp_group``.
         tp_group: tensor-parallel group; not read where neither flag is set.
@@ -127,7 +127,7 @@ def owned_parallel_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
-    use = open_use(weight, training)
+    use = open_use(weight)
     y = OwnedParallelLinearFunction.apply(
         x, use.ticket, bias, use, allreduce_dgrad, sequence_parallel, tp_group
     )

@@ -30,7 +30,6 @@ class _StepsInBackward:
             input,
             weight,
             kwargs["bias"],
-            training=self.training,
             allreduce_dgrad=kwargs["allreduce_dgrad"],
             sequence_parallel=kwargs["sequence_parallel"],
             tp_group=kwargs["tp_group"],

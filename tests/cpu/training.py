@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -19,7 +20,7 @@ def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
     """Linears of the given widths with a tanh between them."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -96,6 +97,7 @@ class Pair:
             assert float(state.get("step", 0)) == float(expected.get("step", 0)), name
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in expected:
+                    where = f"{name} {key}"
                     torch.testing.assert_close(
-                        state[key], expected[key], rtol=0, atol=atol, msg=lambda m, name=name, key=key: f"{name} {key}: {m}"
+                        state[key], expected[key], rtol=0, atol=atol, msg=lambda m, where=where: f"{where}: {m}"
                     )

@@ -1,0 +1,95 @@
+"""The ``.grad`` of parameters that no linear hands over: everybody can see and change it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+
+class OrdinaryGradients:
+    """Notes what autograd wrote to ``.grad``, so that a change by anybody else is seen.
+
+    An owned weight has no ``.grad``. Whatever clips, unscales or averages ``.grad`` after backward would
+    change a part of the model and skip the owned weights; ``model.zero_grad()`` would discard the part of a
+    window that lies in ``.grad`` and keep the other. Neither is exact, so both are refused.
+
+    Attributes:
+        labels: what errors call each parameter.
+    """
+
+    def __init__(self):
+        self.labels: dict[Tensor, str] = {}
+        self._noted: dict[Tensor, tuple[TensorWeakRef, int, int]] = {}
+        self._stepped: tuple[Tensor, TensorWeakRef, int] | None = None
+        self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Notes what autograd accumulates into the trainable ones of ``params`` from now on."""
+        for p in params:
+            if p.requires_grad and p not in self._handles:
+                hook = partial(_accumulated, weakref.ref(self))
+                self._handles[p] = p.register_post_accumulate_grad_hook(hook)
+
+    def release(self) -> None:
+        _remove(self._handles)
+
+    def note(self, p: Tensor) -> None:
+        self._noted[p] = (TensorWeakRef(p.grad), p.grad._version, torch._C._current_graph_task_id())
+
+    def expect_untouched(self, owned: str) -> None:
+        """Raises if ``.grad`` was changed or dropped since autograd wrote it.
+
+        Args:
+            owned: the name of a weight whose gradient belongs to the same window.
+        """
+        task = torch._C._current_graph_task_id()
+        noted = {p: it for p, it in self._noted.items() if task == -1 or it[2] != task}
+        for p, (reference, version, _) in noted.items():
+            if p.grad is not None and (p.grad is not reference() or p.grad._version != version):
+                raise RuntimeError(
+                    f"{self.labels[p]}: its .grad was changed after backward, but {owned} is stepped without a "
+                    ".grad and would be left out; clip with attach(clip_grad_norm=...), scale with "
+                    "step(gradient_multiplier=...), and discard a window with optimizer.zero_grad()"
+                )
+        if noted and all(p.grad is None for p in noted):
+            raise RuntimeError(
+                f"every .grad was dropped after backward, but the gradient of {owned}, which has no .grad, was not; "
+                "discard a window with optimizer.zero_grad()"
+            )
+
+    def expect_zeroed(self) -> None:
+        """Raises if the ``.grad`` of the last step is still there: it would be applied again."""
+        if self._stepped is None:
+            return
+        p, reference, version = self._stepped
+        if p.grad is not None and p.grad is reference() and p.grad._version == version:
+            raise RuntimeError(
+                f"{self.labels[p]}: zero_grad() was not called after the last step(); its .grad would be "
+                "applied again, while an owned weight's gradient is gone after its step"
+            )
+
+    def close_window(self, stepped: list[Tensor] | None = None) -> None:
+        """After ``step()``, which read the ``.grad`` of ``stepped``, or ``zero_grad()``."""
+        self._noted.clear()
+        self._stepped = None
+        if stepped:
+            p = stepped[0]
+            self._stepped = (p, TensorWeakRef(p.grad), p.grad._version)
+
+
+def _accumulated(reference: weakref.ref[OrdinaryGradients], p: Tensor) -> None:
+    gradients = reference()
+    if gradients is not None and p.grad is not None:
+        gradients.note(p)
+
+
+def _remove(handles: dict) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
