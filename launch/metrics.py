@@ -39,6 +39,15 @@ class Validation:
     bits_per_byte: float | None
 
 
+def read(folder: Path | str, record: str) -> list[dict]:
+    """The records of one kind in ``folder/metrics.jsonl``; of ``step`` and ``valid`` the last one a step."""
+    lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["record"] == record]
+    if record in ("step", "valid"):
+        found = list({line["step"]: line for line in found}.values())
+    return found
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak of the allocator on a GPU, peak resident set of the process on a CPU."""
     if device.type == "cuda":
@@ -50,12 +59,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Metrics:
     """Writer of rank 0; on other ranks every method does nothing.
 
-    ``RUN/metrics.jsonl`` holds a ``start`` record a process, and ``step``, ``valid`` and ``note``
-    records, each with its kind under ``"record"``. After a resume, lines of steps that are run
-    again follow the old ones: the last line of a step counts.
+    ``RUN/metrics.jsonl`` holds a ``start`` record a process, ``step``, ``valid`` and ``note`` records,
+    and an ``end`` record, each with its kind under ``"record"``. After a resume, lines of steps that
+    are run again follow the old ones: the last line of a step counts.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, first_step: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int, first_step: int, **start: object) -> None:
         self.active = rank == 0
         if not self.active:
             return
@@ -72,7 +81,7 @@ class Metrics:
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
-        self._write("start", {"step": first_step, "time": time.time()})
+        self._write("start", {"step": first_step, "time": time.time(), **start})
 
     def _write(self, record: str, values: dict) -> None:
         self._file.write(json.dumps({"record": record, **values}) + "\n")
@@ -113,6 +122,10 @@ class Metrics:
             return
         self._write("note", {"text": text, **values})
         self._print(text)
+
+    def end(self, **values: object) -> None:
+        if self.active:
+            self._write("end", {"time": time.time(), **values})
 
     def close(self) -> None:
         if not self.active:

@@ -61,6 +61,20 @@ def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
     )
 
 
+def gradient_bytes(chunks: list) -> int:
+    """Bytes that this rank keeps for gradients between steps: Megatron's buffers, and ``.grad`` of its own."""
+    kept, buffers = 0, set()
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            buffers.add(buffer.grad_data.untyped_storage().data_ptr())
+            kept += buffer.grad_data.untyped_storage().nbytes()
+        for parameter in chunk.parameters():
+            grad = parameter.grad
+            if grad is not None and grad.untyped_storage().data_ptr() not in buffers:
+                kept += grad.untyped_storage().nbytes()
+    return kept
+
+
 def build_schedule(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Warm-up and decay, counted in optimizer steps."""
     o = recipe.optimizer

@@ -14,7 +14,7 @@ from launch import checkpoint, data, selftest, step
 from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
 from launch.model import build_model
-from launch.optim import build_schedule, wrap_and_optimize
+from launch.optim import build_schedule, gradient_bytes, wrap_and_optimize
 from launch.state import Progress, restore, sharded_state
 from launch.stop import StopSignals
 from launch.tokenizer import build_tokenizer
@@ -44,6 +44,13 @@ class Trainer:
         progress = restore(whole, self.chunks, self.optimizer, self.scheduler, on_note=self.notes.append)
         self.notes.append(f"resumed from {whole.name}")
         return Progress(progress.step, progress.horizon, dist.get_world_size())
+
+    def _fingerprint(self) -> list[float]:
+        """Sum and sum of squares of the weights over all ranks: equal for runs that begin alike."""
+        weights = [p.detach().double() for chunk in self.chunks for p in chunk.parameters()]
+        sums = torch.stack([sum(w.sum() for w in weights), sum(w.square().sum() for w in weights)])
+        dist.all_reduce(sums)
+        return sums.tolist()
 
     def _state(self) -> dict:
         return sharded_state(self.chunks, self.optimizer, self.scheduler, self.progress)
@@ -80,13 +87,14 @@ class Trainer:
         """Train from the current step to the recipe's last, or to the step at which any rank was
         asked to stop; then save."""
         recipe = self.recipe
-        metrics = Metrics(recipe, dist.get_rank(), self.progress.step)
+        metrics = Metrics(recipe, dist.get_rank(), self.progress.step, weights=self._fingerprint())
         if dist.get_rank() == 0:
             (Path(recipe.run.dir) / "recipe.yaml").write_text(to_yaml(recipe))
         for text in self.notes:
             metrics.note(text)
         try:
             self._loop(metrics, stop)
+            metrics.end(step=self.progress.step, gradient_bytes=gradient_bytes(self.chunks))
         finally:
             metrics.close()
 
