@@ -1,0 +1,324 @@
+"""Which gates a job needs, what makes a receipt red or stale, and the exit codes. No gate is run here."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gates.__main__ as cli
+from gates import receipt as receipts
+from gates.gate import Case, Reading, Result, get, reduced, required, sweep
+from gates.receipt import ROOT, Receipt
+from gates.run import run
+from gates.worker import _over_ranks
+
+GREEN = (Reading("gap", 1e-7, 1e-6),)
+CASE = Case("TP", "cpu", "fp32", 2)
+
+
+def result(case: Case = CASE, readings=GREEN, failure: str = "") -> Result:
+    return Result(case, tuple(readings), 1.0, receipts.device_name(case.device), failure)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A small tree in the place of the packages that are hashed."""
+    for package in ("forge_megatron", "launch", "gates"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("value = 1\n")
+    real = receipts._folder_of
+    monkeypatch.setattr(
+        receipts, "_folder_of", lambda name: tmp_path / name if (tmp_path / name).is_dir() else real(name)
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def command(sources, monkeypatch, capsys):
+    """``python -m gates`` with a receipt of its own and chosen results; gives (exit code, output, cases run)."""
+    monkeypatch.setattr(cli, "RECEIPT", sources / "receipt.json")
+
+    def call(*argv: str, outcome=GREEN):
+        ran = []
+
+        def fake(cases):
+            for case in cases:
+                ran.append(case)
+                yield result(case, outcome)
+
+        monkeypatch.setattr(cli, "run", fake)
+        code = cli.main([*argv, "--device", "cpu"])
+        return code, "".join(capsys.readouterr()), ran
+
+    return call
+
+
+def names(cases: list[Case]) -> list[str]:
+    return [case.key for case in cases]
+
+
+# ---- which gates
+
+
+@pytest.mark.parametrize(
+    ("job", "needs"),
+    [
+        ((1, False, "fp32"), ["MG cpu tp1 fp32"]),
+        ((2, False, "fp32"), ["TP cpu tp2 fp32", "MG cpu tp2 fp32"]),
+        ((2, True, "fp32"), ["TP cpu tp2 fp32", "SP1 cpu tp2 sp fp32", "MG cpu tp2 sp fp32"]),
+        (
+            (4, True, "bf16"),
+            ["TP cpu tp4 fp32", "TP cpu tp4 bf16", "SP1 cpu tp4 sp fp32", "MG cpu tp4 sp fp32", "MG cpu tp4 sp bf16"],
+        ),
+        ((64, False, "fp32"), ["TP cpu tp8 fp32", "MG cpu tp8 fp32"]),
+    ],
+)
+def test_a_job_needs_the_gates_of_its_degrees(job, needs):
+    assert names(required(*job, "cpu")) == needs
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 7, 8, 9, 64])
+def test_a_degree_is_reduced_to_8_ranks_and_stays_above_1(degree):
+    assert reduced(degree) <= 8
+    assert (reduced(degree) > 1) == (degree > 1)
+
+
+def test_the_sweep_runs_every_gate_at_every_degree_and_dtype():
+    cases = sweep(["TP", "SP1", "MG"], [2, 4], "cpu")
+    assert len(set(cases)) == len(cases) == 2 * (2 + 1 + 4)
+    assert {(c.gate, c.tp) for c in cases} == {(g, n) for g in ("TP", "SP1", "MG") for n in (2, 4)}
+    assert names(sweep(["MG", "TP"], [1], "cpu")) == ["MG cpu tp1 fp32", "MG cpu tp1 bf16"]
+
+
+@pytest.mark.parametrize("gate_id", ["TP", "SP1", "MG"])
+def test_a_gate_is_one_file_that_says_what_it_compares(gate_id):
+    assert (ROOT / "gates" / f"{gate_id.lower()}.py").is_file()
+    assert get(gate_id).id == gate_id
+    assert "against" in get(gate_id).compares
+
+
+# ---- a reading
+
+
+@pytest.mark.parametrize(
+    ("value", "passed"), [(0.0, True), (1e-6, True), (1.1e-6, False), (math.nan, False), (math.inf, False)]
+)
+def test_a_reading_passes_up_to_its_bound_and_never_as_nan(value, passed):
+    assert Reading("gap", value, 1e-6).passed is passed
+
+
+def test_no_readings_is_not_a_pass():
+    assert not result(readings=()).passed
+    assert not result(failure="a rank failed").passed
+
+
+def test_the_worst_rank_counts(monkeypatch):
+    per_rank = [[Reading("a", 1.0, 2.0), Reading("b", 5.0, 2.0)], [Reading("a", math.nan, 2.0), Reading("b", 3.0, 2.0)]]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), per_rank)
+    )
+    a, b = _over_ranks(per_rank[0])
+    assert math.isnan(a.value)
+    assert b.value == 5.0
+
+
+# ---- the command
+
+
+def test_green_writes_a_receipt_and_exits_0(command, sources):
+    code, out, ran = command("TP", "--nproc", "2")
+    assert code == 0
+    assert names(ran) == ["TP cpu tp2 fp32", "TP cpu tp2 bf16"]
+    assert re.search(r"1\.00e-07.*1\.00e-06.*gap.*pass", out), "the number and its bound are printed"
+    entry = json.loads((sources / "receipt.json").read_text())["entries"]["TP cpu tp2 fp32"]
+    assert entry["world_size"] == 2
+    assert entry["device"].startswith("cpu")
+    assert entry["case"]["tp"] == 2
+    assert set(entry["versions"]) >= {"python", "torch", "triton", "megatron-core"}
+    assert len(entry["code"]) == 64
+    assert entry["readings"] == [{"what": "gap", "value": 1e-7, "bound": 1e-6}]
+    assert entry["at"]
+
+
+@pytest.mark.parametrize("readings", [(Reading("gap", 2e-6, 1e-6),), (Reading("gap", math.nan, 1e-6),), ()])
+def test_red_exits_1(command, readings):
+    assert command("TP", outcome=readings)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["XX"], "no gate is called XX"),
+        (["--nproc", "9"], "between 1 and 8"),
+        (["TP", "--nproc", "1"], "nothing for 1 processes"),
+        (["--ensure"], "give its --tp"),
+        (["--tp", "2", "TP"], "no ID"),
+        (["--tp", "1", "--sp"], "no parallel layout"),
+    ],
+)
+def test_what_cannot_be_run_is_said_and_exits_2_or_3(command, argv, says):
+    code, out, ran = command(*argv)
+    assert code == (3 if "--ensure" in argv else 2)
+    assert says in out
+    assert not ran
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_gpu_is_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "gates", "TP", "--device", "cuda"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "2 ranks need as many GPUs, and this machine has 0" in done.stderr
+
+
+# ---- what the launcher asks
+
+
+def test_ensure_runs_what_is_missing_and_then_nothing(command):
+    job = ("--tp", "2", "--sp", "--ensure")
+    code, _, ran = command(*job)
+    assert code == 0
+    assert names(ran) == ["TP cpu tp2 fp32", "SP1 cpu tp2 sp fp32", "MG cpu tp2 sp fp32"]
+    code, _, ran = command(*job)
+    assert (code, ran) == (0, [])
+    code, _, ran = command("--tp", "4", "--sp", "--ensure")
+    assert code == 0
+    assert {case.tp for case in ran} == {4}, "a receipt at another degree does not cover the job"
+    _, _, ran = command("--tp", "2", "--sp", "--dtype", "bf16", "--ensure")
+    assert {case.dtype for case in ran} == {"bf16"}
+
+
+def test_ensure_refuses_a_gate_that_was_red_when_it_ran_for_this_job(command):
+    code, out, _ = command("--tp", "2", "--ensure", outcome=(Reading("gap", 2e-6, 1e-6),))
+    assert code == 3
+    assert "TP cpu tp2 fp32 is red: gap 2e-06, bound 1e-06" in out
+
+
+def test_ensure_refuses_a_red_entry_without_running_it_again(command):
+    command("TP", "--nproc", "2", outcome=(Reading("gap", 2e-6, 1e-6),))
+    code, out, ran = command("--tp", "2", "--ensure")
+    assert (code, ran) == (3, [])
+    assert "red: gap 2e-06, bound 1e-06" in out
+    assert "python -m gates --device cpu --tp 2 --dtype fp32" in out
+    assert command("--tp", "2")[0] == 0, "the command that it names runs the job's gates again"
+    assert command("--tp", "2", "--ensure")[0] == 0
+
+
+@pytest.mark.parametrize("package", ["forge_megatron", "launch", "gates"])
+def test_one_changed_byte_makes_the_receipt_stale(command, sources, package):
+    command("--tp", "2", "--ensure")
+    path = sources / package / "__init__.py"
+    path.write_text(path.read_text().replace("1", "2"))
+    code, out, ran = command("--tp", "2", "--ensure")
+    assert (code, ran) == (3, [])
+    assert "stale, changed since" in out
+    assert f"{package}/__init__.py" in out
+    path.write_text(path.read_text().replace("2", "1"))
+    assert command("--tp", "2", "--ensure")[0] == 0, "the same bytes again are the same code"
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "renamed"])
+def test_a_file_that_comes_or_goes_makes_the_receipt_stale(command, sources, change):
+    (sources / "launch" / "a.py").write_text("")
+    command("--tp", "2", "--ensure")
+    if change == "added":
+        (sources / "launch" / "b.py").write_text("")
+    elif change == "removed":
+        (sources / "launch" / "a.py").unlink()
+    else:
+        (sources / "launch" / "a.py").rename(sources / "launch" / "b.py")
+    assert command("--tp", "2", "--ensure")[0] == 3
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "triton", "megatron-core", "cuda"])
+def test_another_version_makes_the_receipt_stale(command, monkeypatch, name):
+    command("--tp", "2", "--ensure")
+    now = {**receipts.versions(), name: "0.0.0"}
+    monkeypatch.setattr(receipts, "versions", lambda: now)
+    code, out, _ = command("--tp", "2", "--ensure")
+    assert code == 3
+    assert f"{name} " in out
+    assert "-> 0.0.0" in out
+
+
+def test_another_device_makes_the_receipt_stale(command, monkeypatch):
+    command("--tp", "2", "--ensure")
+    monkeypatch.setattr(receipts, "device_name", lambda device: "another GPU")
+    code, out, _ = command("--tp", "2", "--ensure")
+    assert code == 3
+    assert "-> another GPU" in out
+
+
+def test_a_cpu_receipt_does_not_cover_a_gpu(sources):
+    book = Receipt(sources / "receipt.json")
+    book.add(result())
+    assert book.covers(CASE)
+    assert not book.covers(replace(CASE, device="cuda"))
+
+
+def test_a_broken_receipt_is_refused_and_not_replaced(command, sources):
+    (sources / "receipt.json").write_text("{")
+    code, out, ran = command("--tp", "2", "--ensure")
+    assert (code, ran) == (3, [])
+    assert "is not a receipt" in out
+    (sources / "receipt.json").write_text('{"schema": 0, "entries": {}, "sources": {}}')
+    assert "schema 0" in command("--tp", "2", "--ensure")[1]
+
+
+def test_two_processes_add_to_one_receipt(sources):
+    first, second = Receipt(sources / "receipt.json"), Receipt(sources / "receipt.json")
+    first.add(result(CASE))
+    second.add(result(replace(CASE, tp=4)))
+    assert set(Receipt(sources / "receipt.json").entries) == {"TP cpu tp2 fp32", "TP cpu tp4 fp32"}
+    assert not list(sources.glob("*.tmp"))
+
+
+def test_the_version_is_that_of_the_megatron_that_is_imported():
+    code = "import megatron.core; from gates.receipt import versions; print(megatron.core.__version__, versions())"
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    imported, _, said = out.stdout.strip().splitlines()[-1].partition(" ")
+    assert f"'megatron-core': '{imported}'" in said
+
+
+# ---- processes
+
+
+def test_ranks_that_fail_are_red_with_their_error_and_the_next_case_gets_new_ones(monkeypatch, tmp_path, capfd):
+    worker(tmp_path, "raise RuntimeError('the ranks are broken')")
+    monkeypatch.setattr("gates.run.ROOT", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    first, second = run([CASE, replace(CASE, dtype="bf16")], timeout_s=60)
+    assert not first.passed
+    assert not second.passed
+    assert "RuntimeError: the ranks are broken" in first.failure
+    assert "the ranks are broken" in capfd.readouterr().err
+
+
+def test_a_hang_is_killed_and_red(monkeypatch, tmp_path):
+    name = f"pathlib.Path({str(tmp_path)!r}, 'pid' + os.environ['RANK'])"
+    worker(tmp_path, f"import os, pathlib, time; {name}.write_text(str(os.getpid())); time.sleep(300)")
+    monkeypatch.setattr("gates.run.ROOT", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (hung,) = run([CASE], timeout_s=30)
+    assert not hung.passed
+    assert hung.failure == "no answer in 30 s"
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+
+
+def worker(root, code: str) -> None:
+    """Another gates.worker, for torchrun to start from ``root``."""
+    (root / "gates").mkdir()
+    (root / "gates" / "__init__.py").write_text("")
+    (root / "gates" / "worker.py").write_text(code + "\n")

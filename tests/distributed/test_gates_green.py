@@ -1,0 +1,28 @@
+"""The gates are green here, at the degrees that they are meant for, and the receipt says so."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from gates.receipt import ROOT
+
+SWEEPS = {
+    2: ["TP fp32", "TP bf16", "SP1 sp fp32", "MG fp32", "MG bf16", "MG sp fp32", "MG sp bf16"],
+    4: ["TP fp32", "SP1 sp fp32", "MG fp32", "MG sp fp32"],
+}
+
+
+@pytest.mark.parametrize("nproc", SWEEPS)
+def test_all_gates_are_green(tmp_path, nproc):
+    for package in ("forge_megatron", "launch", "gates"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    dtype = [] if nproc == 2 else ["--dtype", "fp32"]
+    command = [sys.executable, "-m", "gates", "--nproc", str(nproc), "--device", "cpu", *dtype]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    entries = json.loads((tmp_path / ".gates/receipt.json").read_text())["entries"]
+    assert sorted(entries) == sorted(f"{name.split()[0]} cpu tp{nproc} {name.partition(' ')[2]}" for name in SWEEPS[nproc])
+    assert all(entry["passed"] for entry in entries.values())
