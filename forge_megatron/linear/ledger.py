@@ -144,7 +144,7 @@ class Ledger:
             )
         with lock:
             if task not in self._tasks:
-                _preflight(task)
+                _preflight(task, use)
             return use.owned in self._tasks[task].wanted
 
     def deliver(self, use: Use, dy: Tensor, x: Tensor, borrowed: bool) -> None:
@@ -163,8 +163,12 @@ class Ledger:
 
     # ---- the pre-flight
 
-    def examine(self) -> tuple[dict[OwnedWeight, bool], int]:
+    def examine(self, first: Use) -> tuple[dict[OwnedWeight, bool], int]:
         """Reads the running graph task. Changes nothing.
+
+        Args:
+            first: the use that is running. The engine does not count a lone root among the nodes that it
+                will execute; a root runs before every other node, so it is this use if it is one.
 
         Returns:
             For each owned weight whose gradient is wanted, whether it must wait; and the micro-batch
@@ -178,7 +182,7 @@ class Ledger:
         micro_batch = self._micro_batch
         for owned in self.owned:
             alive = owned.live_uses()
-            here = [use for use in alive if use.runs_here()]
+            here = [use for use in alive if use is first or use.runs_here()]
             if not here or not owned.weight.requires_grad:
                 continue
             if not owned.ticket_runs():
@@ -229,10 +233,10 @@ class Ledger:
             self._tasks.pop(task, None)
 
 
-def _preflight(task: int) -> None:
+def _preflight(task: int, first: Use) -> None:
     """Asks every optimizer's book before any of them changes a weight."""
     ledgers = [ledger for ledger in _ledgers if ledger.owned]
-    findings = [ledger.examine() for ledger in ledgers]
+    findings = [ledger.examine(first) for ledger in ledgers]
     references = [weakref.ref(ledger) for ledger in ledgers]
 
     def finished() -> None:
