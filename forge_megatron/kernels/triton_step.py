@@ -22,9 +22,12 @@ from .triton_language import (
 )
 from .triton_wgrad import shared_format
 
-#: Elements that one program steps, and that one lane of the norm's reduction sums.
+#: Elements that one program steps.
 BLOCK = 2048
 NUM_WARPS = 8
+
+#: Programs whose partial norms are summed side by side.
+LANES = 1024
 
 #: Tables that are kept on the device. A captured step must find its table here.
 MAX_TABLES = 64
@@ -167,7 +170,7 @@ def _launch(rule, fmt, weight_dtype, grad_dtype, master, aligned, slots, grads, 
         num_warps=NUM_WARPS,
     )
     if partials is not None:
-        sum_partials_kernel[(len(slots),)](table, partials, COLUMNS=table.shape[1], LANES=1024)
+        sum_partials_kernel[(len(slots),)](table, partials, COLUMNS=table.shape[1], LANES=LANES)
 
 
 def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

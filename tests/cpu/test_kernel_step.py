@@ -6,9 +6,9 @@ import math
 import kernel_cases
 import pytest
 import torch
-from kernel_cases import BACKENDS, DEVICE, FP32, STORAGE, poisoned_memory
+from kernel_cases import BACKENDS, BF16, DEVICE, FP32, STORAGE, poisoned_memory
 
-from forge_megatron.kernels import Slot, step
+from forge_megatron.kernels import Slot, step, wgrad_step
 from forge_megatron.rules import get
 
 pytestmark = [
@@ -145,3 +145,44 @@ def test_a_multi_tensor_step_that_does_not_fit_changes_no_weight(backend):
         step(slots, grads[:1], backend=backend)
     for old, slot in zip(before, slots, strict=True):
         assert torch.equal(old.weight, slot.weight.cpu())
+
+
+def test_a_norm_of_more_parts_than_lanes(monkeypatch):
+    from forge_megatron.kernels import triton_step
+
+    monkeypatch.setattr(triton_step, "LANES", 2)
+    before, grads = multi_tensor_slots([(9001,), (20000,)], [STORAGE[0]] * 2)
+    slots = [move_slot(slot) for slot in before]
+    step(slots, [grad.to(DEVICE) for grad in grads], backend="triton")
+    for slot, grad in zip(slots, grads, strict=True):
+        assert slot.norm_sq.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+
+
+def test_ties_are_stored_to_even(backend):
+    """Half a bf16 unit in the last place above 1 goes down, one and a half go up: also a bound of half a unit passes
+    for either."""
+    ulp = 2.0**-7
+    rule = get("sgd")
+    scalars = torch.tensor(rule.scalars(rule.resolve({"lr": 1.0}), 1)).to(DEVICE)
+    weight = torch.ones(4, dtype=BF16, device=DEVICE)
+    grad = torch.tensor([-0.5, -1.5, -0.51, 0.0]).to(DEVICE) * ulp
+    step([Slot(rule, weight, (), scalars)], [grad], backend=backend)
+    assert weight.tolist() == [1.0, 1 + 2 * ulp, 1 + ulp, 1.0]
+    weight = torch.ones(1, 4, dtype=BF16, device=DEVICE)
+    wgrad_step(Slot(rule, weight, (), scalars), [], accumulator=grad[None], backend=backend)
+    assert weight.tolist() == [[1.0, 1 + 2 * ulp, 1 + ulp, 1.0]]
+
+
+def test_a_step_finds_its_table_again():
+    """Same addresses, same table: what a captured step needs. Another gradient's address makes another table."""
+    from forge_megatron.kernels import triton_step
+
+    before, grads = multi_tensor_slots([(64,), (32,)], [STORAGE[0]] * 2)
+    slots = [move_slot(slot) for slot in before]
+    grads = [grad.to(DEVICE) for grad in grads]
+    triton_step._tables.clear()
+    counts = []
+    for current in (grads, grads, [grad.clone() for grad in grads]):
+        step(slots, current, backend="triton")
+        counts.append(len(triton_step._tables))
+    assert counts == [1, 1, 2]
