@@ -213,20 +213,22 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
         """
+        if getattr(self, "grad_scale", None) is not None:
+            _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
+        if gradient_multiplier is not None and not self._plan.waits:
+            raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "grad_scale", None) is not None:
-            _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
         self._ledger.expect_usable()
-        if gradient_multiplier is not None and not self._plan.waits:
-            raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
+        self.before_updates()
         pending = self._pending()
         updated = next((owned for owned in self.owned.values() if owned.updated), None)
         if updated is not None or pending.waiting:
             self._gradients.expect_untouched((updated or pending.waiting[0]).name)
-        self.before_updates()
+        elif not pending.ordinary:
+            self._ledger.expect_asked_for()
         self._parameters.follow_schedule(updated.name if updated is not None else None)
         multiplier = self._multiplier(pending, gradient_multiplier)
         measured = self._plan.clip_grad_norm is not None
@@ -246,11 +248,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
         """The weights that wait, and the parameters that are stepped from ``.grad``; checks both."""
         waiting = []
         for owned in self.owned.values():
-            if owned.updated and owned.weight.grad is not None:
-                raise RuntimeError(
-                    f"{owned.name}: updated in one backward and read without its module in another before "
-                    "step(); run both in one backward, or attach with waiting=True"
-                )
             owned.expect_as_updated()
             owned.factors.expect_unchanged(owned.name)
             zeroed = owned.weight in self._zeroed and not owned.updated and owned.weight.grad is None
@@ -283,8 +280,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
         """
         self._ledger.expect_usable()
-        pending = self._pending()
         self.before_updates()
+        pending = self._pending()
         with torch.no_grad():
             pending.measure()
             return self._parameters.norms_sq()

@@ -107,6 +107,15 @@ class Ledger:
         if self._broken is not None:
             raise RuntimeError(self._broken)
 
+    def expect_asked_for(self) -> None:
+        """Raises if a first ``step()`` finds no gradient although forwards were run: nothing would ever train."""
+        for owned in self.owned if self.task_count == 0 else ():
+            if any(use.current and not use.executed for use in owned.live_uses()):
+                raise RuntimeError(
+                    f"{owned.name}: step(), but no backward has asked for its gradient; backward(inputs=...) cannot "
+                    "name an owned weight: call backward() without inputs"
+                )
+
     def close_window(self) -> None:
         """After ``step()``."""
         for owned in self.owned:

@@ -182,7 +182,12 @@ class OwnedWeight:
         return self._shadows > self._replayed + sum(use.recomputed for use in here)
 
     def expect_as_updated(self) -> None:
-        """Raises if the weight was written after its update and before ``step()``: torch would write, then step."""
+        """Raises at ``step()`` if something came after the weight's update that torch would have put before it."""
+        if self.updated and self.weight.grad is not None:
+            raise RuntimeError(
+                f"{self.name}: updated in one backward and read without its module in another before "
+                "step(); run both in one backward, or attach with waiting=True"
+            )
         if self.updated and self.weight._version != self.updated_version:
             raise RuntimeError(
                 f"{self.name}: was written after backward had updated it and before step(); write weights after "
