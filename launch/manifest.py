@@ -73,7 +73,7 @@ def fault(folder: Path) -> str | None:
 def _local_fault(folder: Path) -> str | None:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is not readable: {error}"
     for name in _share(sorted(files)):
         path = folder / name

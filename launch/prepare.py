@@ -56,7 +56,6 @@ def prepare(files: list[Path], out: Path, tokenizer_name: str = "byte", valid_ev
     Raises:
         ValueError: no document would be left in a split.
     """
-    import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     if not 2 <= valid_every <= len(files):
@@ -76,7 +75,7 @@ def prepare(files: list[Path], out: Path, tokenizer_name: str = "byte", valid_ev
         if split == "valid":
             counts.update(text)
         tokens = numpy.append(tokenizer.encode(text), tokenizer.eod)
-        builders[split].add_document(torch.from_numpy(tokens), [len(tokens)])
+        builders[split].add_document(tokens, [len(tokens)])
         statistics[split]["documents"] += 1
         statistics[split]["tokens"] += len(tokens)
     digest = hashlib.sha256()

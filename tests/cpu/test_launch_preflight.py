@@ -1,0 +1,207 @@
+"""A recipe that cannot run ends in one line that names the key, before any process group is made."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import __main__ as launcher
+from launch import config, gpus, preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """
+model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}
+parallel: {tensor: 2, sequence: true}
+data: {sequence_length: 64, synthetic: true}
+batch: {total: 8, micro: 2}
+optimizer: {lr: 1e-3}
+run: {dir: RUN, steps: 10, device: cpu}
+"""
+GIB = 2**30
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.replace("RUN", str(tmp_path / "run")))
+    return lambda *overrides: config.load(str(path), list(overrides))
+
+
+def refusal(recipe) -> config.RecipeError:
+    with pytest.raises(config.RecipeError) as caught:
+        preflight.check(recipe)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(caught.value.key + ": ")
+    return caught.value
+
+
+def test_a_good_recipe_passes(load):
+    assert preflight.check(load()) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["model.activation=relu"], "model.activation", "swiglu"),
+        (["model.num_layers=0"], "model.num_layers", "above 0"),
+        (["optimizer.clip_grad=-1"], "optimizer.clip_grad", "negative"),
+        (["model.hidden_size=66"], "model.hidden_size", "num_attention_heads=4"),
+        (["parallel.tensor=3"], "model.num_attention_heads", "parallel.tensor=3"),
+        (["parallel.tensor=4"], "model.num_query_groups", "parallel.tensor=4"),
+        (["model.ffn_hidden_size=129"], "model.ffn_hidden_size", "parallel.tensor=2"),
+        (["model.kv_channels=15"], "model.kv_channels", "15"),
+        (["parallel.tensor=1"], "parallel.sequence", "above 1"),
+        (["data.sequence_length=63"], "data.sequence_length", "parallel.tensor=2"),
+        (["batch.total=9"], "batch.total", "batch.micro"),
+        (["parallel.nodes=3"], "parallel.nodes", "3 nodes"),
+        (["optimizer.warmup_steps=10"], "optimizer.warmup_steps", "10 decay steps"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
+        (["data.synthetic=false"], "data.train", "launch.prepare"),
+        (["data.synthetic=false", "data.train=[nowhere/train]"], "data.train", "nowhere/train.idx"),
+        (["data.train=[x]"], "data.synthetic", "either"),
+        (["data.tokenizer=no/such-folder"], "data.tokenizer", "no/such-folder"),
+        (["model.vocab_size=200"], "model.vocab_size", "257"),
+        (["run.dir=/proc/run"], "run.dir", "cannot be written"),
+        (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
+        (["parallel.data=2"], "parallel.data", "use_forge=false"),
+        (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
+        (["optimizer.recipe=int8"], "optimizer.recipe", "int8"),
+        (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
+        (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
+        (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
+        (["model.dtype=bf16"], "optimizer.clip_grad", "fp32-master"),
+    ],
+)
+def test_refused_by_key(load, monkeypatch, overrides, key, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = refusal(load(*overrides))
+    assert error.key == key
+    assert said in str(error)
+
+
+def test_a_dataset_of_another_tokenizer(load, tmp_path):
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"train{suffix}").write_bytes(b"x")
+    (tmp_path / "data.json").write_text('{"tokenizer": {"class": "HuggingFaceTokenizer", "name": "some"}}')
+    error = refusal(load("data.synthetic=false", f"data.train=[{tmp_path}/train]"))
+    assert error.key == "data.tokenizer"
+    assert "HuggingFaceTokenizer" in str(error)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    def set_up(*found):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr(gpus, "query", lambda: list(found))
+
+    return set_up
+
+
+def free(number: int, gib: float = 100.0, processes=()) -> gpus.Gpu:
+    return gpus.Gpu(f"GPU {number}", int(gib * GIB), 140 * GIB, tuple(processes))
+
+
+def test_gpus_that_are_free(load, on_gpus):
+    on_gpus(free(0), free(1))
+    assert preflight.check(load("run.device=cuda")) == "cuda"
+
+
+def test_more_ranks_than_gpus(load, on_gpus):
+    on_gpus(free(0))
+    error = refusal(load("run.device=cuda"))
+    assert error.key == "parallel.tensor"
+    assert "2 ranks" in str(error)
+    assert "1 GPUs" in str(error)
+
+
+def test_a_gpu_in_use(load, on_gpus):
+    on_gpus(free(0), free(1, processes=[4711]))
+    error = refusal(load("run.device=cuda"))
+    assert error.key == "run.device"
+    assert "GPU 1 is in use by process 4711" in str(error)
+
+
+def test_a_gpu_in_use_that_the_job_does_not_take(load, on_gpus):
+    on_gpus(free(0), free(1), free(2, processes=[4711]))
+    assert preflight.check(load("run.device=cuda")) == "cuda"
+
+
+def test_a_gpu_short_of_memory(load, on_gpus):
+    on_gpus(free(0), free(1, gib=3.0))
+    big = ["model.hidden_size=8192", "model.ffn_hidden_size=32768", "model.num_layers=8", "model.kv_channels=128"]
+    error = refusal(load("run.device=cuda", *big))
+    assert error.key == "parallel.tensor"
+    assert "GPU 1 has 3.0 of 140.0 GiB free" in str(error)
+
+
+def test_no_gpu(load, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert refusal(load("run.device=cuda")).key == "run.device"
+
+
+def test_nvml_that_does_not_answer(load, on_gpus, monkeypatch):
+    on_gpus()
+
+    def silent():
+        raise OSError("NVML does not answer: driver not loaded")
+
+    monkeypatch.setattr(gpus, "query", silent)
+    assert refusal(load("run.device=cuda")).key == "run.check_gpus"
+    assert preflight.check(load("run.device=cuda", "run.check_gpus=false")) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "bytes_a_weight"),
+    [(None, "fp32", 12), (None, "bf16", 6), ("bf16-state", "bf16", 6), ("fp32-master", "bf16", 14)],
+)
+def test_state_bytes(load, recipe, dtype, bytes_a_weight):
+    """Weights of the good recipe by hand: qkv and proj, three SwiGLU matrices, two layers; no vocabulary given."""
+    weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
+    loaded = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}")
+    assert preflight.state_bytes(loaded) == weights * bytes_a_weight // 2
+
+
+def test_the_command_ends_in_one_line_and_exit_code_2(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.replace("RUN", str(tmp_path / "run")))
+    command = [sys.executable, "-m", "launch", str(path), "model.hidden_size=66"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [ended.stderr.strip()]
+    assert ended.stderr.startswith("launch: model.hidden_size: 66 does not divide")
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("code", [1, 3, -9])
+def test_gates_that_refuse_end_the_launch_with_3(tmp_path, monkeypatch, code):
+    """Whatever way the gates end but green, nothing is started."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.replace("RUN", str(tmp_path / "run")))
+    asked = []
+
+    def gates(command, **options):
+        asked.append((command, options))
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(launcher.subprocess, "run", gates)
+    monkeypatch.setattr(launcher.os, "execve", lambda *_: pytest.fail("training was started"))
+    assert launcher.main([str(path)]) == 3
+    (command, options), *rest = asked
+    assert not rest
+    assert command[1:] == ["-m", "gates", "--tp", "2", "--device", "cpu", "--dtype", "fp32", "--sp", "--ensure"]
+    assert options["cwd"] == ROOT
+
+
+def test_green_gates_start_torchrun(tmp_path, monkeypatch):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.replace("RUN", str(tmp_path / "run")))
+    monkeypatch.setattr(launcher.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0))
+    started = []
+    monkeypatch.setattr(launcher.os, "execve", lambda *arguments: started.append(arguments))
+    launcher.main([str(path), "run.steps=3"])
+    ((_, command, _),) = started
+    assert command[1:3] == ["-m", "launch.agent"]
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[-4:] == ["-m", "launch.worker", str(path), "run.steps=3"]

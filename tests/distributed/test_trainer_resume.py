@@ -1,0 +1,69 @@
+"""Stop and go on: every weight, moment, step count, random state and sample is what it would have been.
+
+Field rows 105, 118, 119, 120 and 121: moments dropped, dropped in part, cast, or a step count begun anew. The first
+step after a resume hides lost moments, so that whole curves and the final state are compared, bit for bit.
+"""
+
+import shutil
+
+import pytest
+
+from tests.distributed.trainer_runs import Job, write_data
+
+ARMS = {
+    "standard": ("optimizer.use_forge=false",),
+    "forge, waiting": ("optimizer.use_forge=true",),
+    "forge, in backward": ("optimizer.use_forge=true", "optimizer.clip_grad=0", "batch.micro=4"),
+    "forge, bf16 states": ("optimizer.use_forge=true", "optimizer.recipe=bf16-state"),
+    "forge, bf16 with master": ("optimizer.use_forge=true", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(arm, data, tmp_path):
+    straight = Job(tmp_path / "straight", data, (*ARMS[arm], "model.dropout=0.1"))
+    straight.run("checkpoint.every=3")
+    resumed = Job(tmp_path / "resumed", data, straight.overrides)
+    resumed.checkpoints.mkdir(parents=True)
+    shutil.copytree(straight.checkpoints / "step_00000003", resumed.checkpoints / "step_00000003")
+    assert "resumed from step_00000003" in resumed.run()
+    after = {4, 5, 6}
+    assert set(resumed.losses()) == after
+    assert resumed.losses() == {step: straight.losses()[step] for step in after}
+    assert resumed.grad_norms() == {step: straight.grad_norms()[step] for step in after}
+    assert resumed.state(6) == straight.state(6)
+
+
+@pytest.mark.parametrize("arm", ["standard", "forge, in backward"])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(arm, data, tmp_path):
+    """The same curve on one rank, to rounding: all states were resharded, and none was lost."""
+    two = Job(tmp_path / "two", data, ARMS[arm])
+    two.run("checkpoint.every=3")
+    one = Job(tmp_path / "one", data, (*ARMS[arm], "parallel.tensor=1", "parallel.sequence=false"))
+    one.checkpoints.mkdir(parents=True)
+    shutil.copytree(two.checkpoints / "step_00000003", one.checkpoints / "step_00000003")
+    assert "written by 2 ranks and is read by 1" in one.run(ranks=1)
+    for step in (4, 5, 6):
+        assert one.losses()[step] == pytest.approx(two.losses()[step], abs=5e-6)
+
+
+def test_another_schedule_is_refused_by_its_key(data, tmp_path):
+    job = Job(tmp_path / "job", data, ARMS["standard"])
+    job.run("run.steps=2", "optimizer.decay_steps=10")
+    said = job.run("run.steps=4", "optimizer.decay_steps=10", "optimizer.lr=1e-3", code=1)
+    assert "optimizer.lr: 0.001 here, 0.002 in the checkpoint" in said
+    job.run("run.steps=4", "optimizer.decay_steps=10", "optimizer.lr=1e-3", "checkpoint.override_schedule=true")
+    assert set(job.losses()) == {1, 2, 3, 4}
+
+
+def test_another_model_is_refused(data, tmp_path):
+    job = Job(tmp_path / "job", data, ARMS["standard"])
+    job.run("run.steps=2", "optimizer.decay_steps=4")
+    said = job.run("run.steps=4", "optimizer.decay_steps=4", "model.qk_norm=true", code=1)
+    assert "does not fit this run: missing" in said
+    assert "q_layernorm" in said

@@ -1,0 +1,89 @@
+"""Runs of the trainer for the tests: two small ranks over gloo, without the launcher's gates."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, num_query_groups: 2}
+parallel: {tensor: 2, sequence: true}
+data: {train: [DATA/train], valid: [DATA/valid], sequence_length: 32}
+batch: {micro: 2, total: 4}
+optimizer: {lr: 2e-3, warmup_steps: 2, clip_grad: 0.5}
+validation: {samples: 8}
+logging: {tensorboard: false}
+checkpoint: {self_test: false}
+run: {dir: RUN, steps: 6, device: cpu}
+"""
+
+
+def write_data(folder: Path) -> Path:
+    """A small indexed dataset of bytes, from this repository's own sources."""
+    from launch.prepare import prepare
+
+    prepare(sorted((ROOT / "launch").glob("*.py")), folder, valid_every=5)
+    return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe in a folder of its own, and the ways to run it."""
+
+    folder: Path
+    data: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_folder / "checkpoints"
+
+    def command(self, *overrides: str, ranks: int = 2) -> list[str]:
+        recipe = self.folder / "recipe.yaml"
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        self.run_folder.mkdir(exist_ok=True)
+        recipe.write_text(RECIPE.replace("DATA", str(self.data)).replace("RUN", str(self.run_folder)))
+        agent = [sys.executable, "-m", "launch.agent", "--nproc-per-node", str(ranks), "--standalone"]
+        return [*agent, "--local-addr", "127.0.0.1", "-m", "launch.worker", str(recipe), *self.overrides, *overrides]
+
+    def start(self, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+        """Started in a process group of its own, so that a test can signal all of it."""
+        return subprocess.Popen(
+            self.command(*overrides, ranks=ranks),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *overrides: str, ranks: int = 2, code: int = 0) -> str:
+        """Run to the end; returns what was printed."""
+        process = self.start(*overrides, ranks=ranks)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == code, output
+        return output
+
+    def losses(self) -> dict[int, float]:
+        return {record["step"]: record["loss"] for record in metrics.read(self.run_folder, "step")}
+
+    def grad_norms(self) -> dict[int, float]:
+        return {record["step"]: record["grad_norm"] for record in metrics.read(self.run_folder, "step")}
+
+    def state(self, step: int) -> dict[str, bytes]:
+        """The bytes of a checkpoint's shards: every weight and optimizer state of every rank, and the RNG."""
+        folder = self.checkpoints / f"step_{step:08d}"
+        shards = sorted(folder.glob("*.distcp"))
+        assert shards, folder
+        return {shard.name: shard.read_bytes() for shard in shards}
