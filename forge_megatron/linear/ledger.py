@@ -197,6 +197,8 @@ class Ledger:
             if not owned.ticket_runs():
                 left_out = owned
                 continue
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
             owned.check_layout()
             if any(use.opened >= self.task_count and not use.recomputed for use in here):
                 micro_batch = self._micro_batch + 1
@@ -217,8 +219,6 @@ class Ledger:
         if left_out is not None:
             self._client().expect_no_gradient_asked_for(left_out)
         if verdicts:
-            if self._broken is not None:
-                raise RuntimeError(self._broken)
             self._client().expect_ready()
             if self.micro_batches is not None and micro_batch > self.micro_batches:
                 raise RuntimeError(

@@ -189,6 +189,4 @@ def test_frozen_parameters_in_a_checkpoint(tmp_path):
     optimizer.step()
     other, restored = build(False)
     restored.load_state_dict(optimizer.state_dict())
-    expect_bit_equal(
-        list(optimizer.state[model[0].weight].values()), list(restored.state[other[0].weight].values())
-    )
+    expect_bit_equal(list(optimizer.state[model[0].weight].values()), list(restored.state[other[0].weight].values()))
