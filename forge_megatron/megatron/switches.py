@@ -85,7 +85,7 @@ def _other_than(name: str, *harmless: object) -> Callable[[Facts], Any]:
 
 
 _REFUSED = "tests/cpu/test_megatron_switches.py::test_refused_by_name"
-_TRAINS = "tests/distributed/test_megatron_switches.py::test_trains_like_megatron"
+_TRAINS = "tests/distributed/test_megatron_training.py::test_trains_like_megatron"
 
 SWITCHES: tuple[Switch, ...] = (
     Switch(
@@ -147,11 +147,11 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "mtp_num_layers", SUPPORTED, "the head is used once more a depth: one update from the sum",
-        "tests/distributed/test_megatron_switches.py::test_multi_token_prediction", _above("mtp_num_layers", 0),
+        "tests/distributed/test_megatron_training.py::test_multi_token_prediction", _above("mtp_num_layers", 0),
     ),
     Switch(
         "LoRA", SUPPORTED, "a frozen base is left alone: no state, no weight-gradient GEMM",
-        "tests/cpu/test_megatron_convert.py::test_adapters_on_a_frozen_base", lambda facts: None,
+        "tests/distributed/test_megatron_convert.py::test_adapters_on_a_frozen_base", lambda facts: None,
     ),
     Switch(
         "data_parallel_size", REFUSED, "the gradient is a partial sum over data-parallel ranks; use "

@@ -112,12 +112,14 @@ def transformer_config(case: Case):
 
 
 def layer_spec(config):
+    from launch.attention import FlashCoreAttention
     from launch.norm import norm_class
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     norm = norm_class(config.normalization)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    spec.submodules.self_attention.submodules.core_attention = FlashCoreAttention
     return spec
 
 

@@ -1,0 +1,42 @@
+"""``--use-forge`` and ``--forge-*`` for Megatron's argument parser, through its ``extra_args_provider``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from forge_megatron.formats import RECIPES
+
+
+def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
+    """``extra_args_provider`` of ``megatron.training``; compose it with one of your own by calling both."""
+    group = parser.add_argument_group("forge", "the optimizer step inside backward")
+    group.add_argument(
+        "--use-forge", action="store_true", help="step the weights of linears inside their backward"
+    )
+    group.add_argument(
+        "--forge-recipe",
+        choices=sorted(RECIPES),
+        default=None,
+        help="state format and weight store of these weights (default: the parameter's dtype, nearest)",
+    )
+    group.add_argument(
+        "--forge-update",
+        choices=("auto", "backward", "step"),
+        default="auto",
+        help="when: in backward, at step() from kept factors, or (auto) in backward unless a switch such as "
+        "--clip-grad needs the whole gradient first",
+    )
+    group.add_argument(
+        "--forge-backend",
+        choices=("auto", "triton", "reference"),
+        default="auto",
+        help="the kernels; auto is triton on a GPU",
+    )
+    return parser
+
+
+def options_from_args(args: Namespace):
+    """:class:`forge_megatron.megatron.ForgeOptions` of the parsed arguments."""
+    from forge_megatron.megatron.build import ForgeOptions
+
+    return ForgeOptions(recipe=args.forge_recipe, update=args.forge_update, backend=args.forge_backend)

@@ -1,0 +1,106 @@
+"""Layer specs with FORGE's linears, with and without Transformer Engine.
+
+Without Transformer Engine a spec is not needed: :func:`forge_megatron.megatron.prepare` converts any built
+model. Transformer Engine's ``TELayerNormColumnParallelLinear`` fuses the norm into the linear, so FORGE takes
+the layout of megatron-core's local spec, norm and linear apart, with Transformer Engine's norm and attention
+in it; the local spec's ``sharded_state_dict_keys_map`` keeps the fused names in checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
+
+_LINEARS: dict[Any, type] = {
+    ColumnParallelLinear: ForgeColumnParallelLinear,
+    RowParallelLinear: ForgeRowParallelLinear,
+}
+
+
+def rewrite(spec: Any, replacements: Mapping[Any, type]) -> Any:
+    """A copy of a spec with other classes in it.
+
+    Args:
+        spec: a ModuleSpec, a submodules dataclass, a ``functools.partial`` (megatron-core 0.19), a list of
+            these, or a class.
+        replacements: class to class.
+    """
+    if isinstance(spec, type):
+        return replacements.get(spec, spec)
+    if isinstance(spec, functools.partial):
+        keywords = {name: rewrite(value, replacements) for name, value in spec.keywords.items()}
+        return functools.partial(spec.func, *spec.args, **keywords)
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(rewrite(member, replacements) for member in spec)
+    if dataclasses.is_dataclass(spec):
+        rewritten = copy.copy(spec)
+        for field in dataclasses.fields(spec):
+            setattr(rewritten, field.name, rewrite(getattr(spec, field.name), replacements))
+        return rewritten
+    return spec
+
+
+class ForgeSpecProvider(LocalSpecProvider):
+    """megatron-core's local provider with FORGE's linears, for the functions that take a backend."""
+
+    def column_parallel_linear(self) -> type:
+        return ForgeColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return ForgeRowParallelLinear
+
+
+def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engine: bool = False) -> ModuleSpec:
+    """A transformer layer with FORGE's linears.
+
+    Args:
+        config: the model's config; its norm, qk-norm and multi-latent-attention fields are read.
+        use_transformer_engine: take Transformer Engine's norm and attention.
+
+    Raises:
+        ModuleNotFoundError: Transformer Engine is asked for and not installed.
+        NotImplementedError: mixture-of-experts layers.
+    """
+    if config.num_moe_experts is not None:
+        raise NotImplementedError(
+            f"num_moe_experts={config.num_moe_experts}: the grouped step of experts is not built yet; build the "
+            "model from megatron-core's spec, whose dense linears prepare() converts"
+        )
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+        qk_l2_norm=getattr(config, "qk_l2_norm", False),
+    )
+    if not use_transformer_engine:
+        return rewrite(spec, _LINEARS)
+    if not transformer_engine.HAVE_TE:
+        raise ModuleNotFoundError(
+            "transformer_impl='transformer_engine' needs transformer_engine (pip install transformer-engine[pytorch]), "
+            "or use transformer_impl='local'"
+        )
+    local = LocalSpecProvider()
+    norms = {local.layer_norm(rms_norm=rms, for_qk=qk) for rms in (False, True) for qk in (False, True)}
+    engine = {
+        **dict.fromkeys(norms, transformer_engine.TENorm),
+        DotProductAttention: transformer_engine.TEDotProductAttention,
+    }
+    return rewrite(spec, {**_LINEARS, **engine})
+
+
+def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
+    """``GPTModelConfig.transformer_layer_spec`` of megatron.training 0.19."""
+    return get_gpt_layer_forge_spec(model_config.transformer, use_transformer_engine=True)
