@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from forge_megatron.linear.modules import ForgeLinear
+
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -17,7 +19,8 @@ def reason_not_fused(module: nn.Module) -> str | None:
     """None if the weight of ``module`` can be stepped inside its backward."""
     if not isinstance(module, nn.Linear):
         return "not the weight of a linear layer"
-    if type(module).forward is not nn.Linear.forward:
+    # A ForgeLinear whose optimizer was deleted is attached again.
+    if type(module).forward not in (nn.Linear.forward, ForgeLinear.forward):
         return f"{type(module).__name__} has a forward of its own"
     if parametrize.is_parametrized(module):
         return "parametrized: the parameter is not the matrix that is multiplied"

@@ -29,6 +29,11 @@ def batch(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def mean_square(x: Tensor) -> Callable[[nn.Module], Tensor]:
+    """The loss of most tests."""
+    return lambda model: model(x).square().mean()
+
+
 def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
     """Each parameter's states, in the order of the groups; empty where none exists."""
     return [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
