@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,29 +22,41 @@ from launch import cpu
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
-def main(cases: list[Case], folder: Path) -> None:
-    """Measure each case, take the largest value of each reading over the ranks, and let rank 0 write it down."""
-    device, tp = cases[0].device, cases[0].tp
+@contextlib.contextmanager
+def ranks(device: str, tp: int) -> Iterator[None]:
+    """Process group and Megatron's parallel state for cases of one degree, from torchrun's variables."""
     cpu.enable(device)
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    for i, case in enumerate(cases):
-        model_parallel_cuda_manual_seed(1)
-        torch.manual_seed(1)
-        start = time.monotonic()
-        readings = _over_ranks(get(case.gate).measure(case))
-        if dist.get_rank() == 0:
-            answer = {"readings": [asdict(r) for r in readings], "seconds": time.monotonic() - start}
-            (folder / f"{i}.json").write_text(json.dumps(answer), encoding="utf-8")
-        dist.barrier()
+    yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def measure(case: Case) -> list[Reading]:
+    """The gate's readings, the same on every rank: the largest value over the ranks."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    return _over_ranks(get(case.gate).measure(case))
+
+
+def main(cases: list[Case], folder: Path) -> None:
+    """Measure each case, and let rank 0 write it down."""
+    with ranks(cases[0].device, cases[0].tp):
+        for i, case in enumerate(cases):
+            start = time.monotonic()
+            readings = measure(case)
+            if dist.get_rank() == 0:
+                answer = {"readings": [asdict(r) for r in readings], "seconds": time.monotonic() - start}
+                (folder / f"{i}.json").write_text(json.dumps(answer), encoding="utf-8")
+            dist.barrier()
 
 
 def _over_ranks(readings: list[Reading]) -> list[Reading]:
