@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mlp, snapshot
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
 class Fails(torch.autograd.Function):
@@ -137,7 +137,7 @@ def test_a_backward_that_fails_while_everything_waits(backend):
         pair.optimizer.step()
     expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
     pair.optimizer.zero_grad()
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
 
 
@@ -220,7 +220,7 @@ def test_module_hooks_work(backend):
         for layer in (model[0], model[2]):
             layer.register_forward_hook(lambda module, args, out: out * 2)
             layer.register_full_backward_hook(lambda module, gin, gout, grads=grads: grads.append(gout[0]))
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
     for ours, theirs in zip(seen[pair.model], seen[pair.twin], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)

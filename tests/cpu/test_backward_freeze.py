@@ -6,7 +6,7 @@ from torch import nn
 
 import forge_megatron as forge
 from forge_megatron import kernels
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mlp
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp
 
 
 @backends
@@ -21,7 +21,7 @@ def test_frozen_before_attach(backend, monkeypatch):
     before = frozen.clone()
     x = batch(5, 6).requires_grad_()
     for _ in range(3):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
     pair.expect_equal()
     assert torch.equal(frozen, before)
     assert frozen not in pair.optimizer.state
@@ -44,7 +44,7 @@ def test_frozen_for_some_steps(backend, first, what, waiting):
         before = getattr(pair.model[0], what).detach().clone()
         for model, _ in pair.sides():
             getattr(model[0], what).requires_grad_(trainable)
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
         assert torch.equal(before, getattr(pair.model[0], what)) is not trainable
     pair.expect_equal()
     assert pair.optimizer.state[getattr(pair.model[0], what)]["step"] == sum(schedule)
@@ -70,7 +70,7 @@ def test_frozen_between_backward_and_a_waiting_step(backend):
     """torch steps whatever has a .grad."""
     pair = Pair(mlp(6, 8, 4), backend=backend, waiting=True)
     x = batch(5, 6)
-    pair.backward(lambda model: model(x).square().mean())
+    pair.backward(mean_square(x))
     for model, _ in pair.sides():
         model[0].weight.requires_grad_(False)
     pair.close()
@@ -97,7 +97,7 @@ def test_everything_frozen_but_the_biases(backend):
     pair = Pair(model, backend=backend)
     x = batch(5, 6)
     for _ in range(3):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
     pair.expect_equal()
 
 
@@ -114,8 +114,8 @@ def test_progressive_unfreezing(backend):
         for side, _ in pair.sides():
             for p in side[index].parameters():
                 p.requires_grad_(True)
-        pair.train(lambda model: model(x).square().mean())
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
+        pair.train(mean_square(x))
     pair.expect_equal()
     assert [int(pair.optimizer.state[pair.model[i].weight]["step"]) for i in (4, 2, 0)] == [6, 4, 2]
 
@@ -141,13 +141,13 @@ def test_low_rank_adapters_on_a_frozen_base(backend):  # field log row 42
     pair = Pair(model, backend=backend, weight_decay=0.1)
     x = batch(5, 12)
     start = [p.detach().clone() for p in pair.model.parameters()]
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     for p, name in ((p, name) for name, p in pair.model.named_parameters() if name.endswith("a.weight")):
         index = [n for n, _ in pair.model.named_parameters()].index(name)
         torch.testing.assert_close(p, start[index] * (1 - 1e-3 * 0.1), rtol=0, atol=1e-8)
         assert torch.count_nonzero(pair.optimizer.state[p]["exp_avg"]) == 0
     after_one = [p.detach().clone() for p in pair.model.parameters()]
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
     for (name, p), old in zip(pair.model.named_parameters(), after_one, strict=True):
         assert torch.equal(p, old) is ("base" in name), name

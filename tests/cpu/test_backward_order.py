@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mlp, snapshot
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
 @backends
@@ -115,7 +115,7 @@ def test_a_weight_written_between_steps_is_trained_on_from_there(backend):
     pair = Pair(mlp(6, 8, 4), backend=backend)
     x = batch(5, 6)
     for _ in range(3):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
         with torch.no_grad():
             for model, _ in pair.sides():
                 model[0].weight.clamp_(-0.3, 0.3)
@@ -138,7 +138,7 @@ def test_a_weight_written_before_a_waiting_step_is_stepped_from_there(backend):
     pair = Pair(mlp(6, 8, 4), backend=backend, waiting=True)
     x = batch(5, 6)
     for _ in range(2):
-        pair.backward(lambda model: model(x).square().mean())
+        pair.backward(mean_square(x))
         with torch.no_grad():
             for model, _ in pair.sides():
                 model[2].weight.clamp_(-0.1, 0.1)

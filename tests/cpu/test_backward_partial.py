@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mlp, snapshot
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 waiting = pytest.mark.parametrize("waiting", [False, True], ids=["immediate", "waiting"])
 
@@ -26,7 +26,7 @@ def test_saliency_by_autograd_grad(backend, waiting):
     expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
     assert nothing_pending(pair.optimizer)
     for _ in range(2):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
     pair.expect_equal()
 
 
@@ -119,7 +119,7 @@ def test_the_gradient_of_an_owned_weight_by_autograd_grad_is_refused():
 def test_evaluation_changes_and_keeps_nothing(backend, waiting, context):
     pair = Pair(mlp(6, 8, 4), backend=backend, waiting=waiting)
     x = batch(5, 6)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     before = snapshot(pair.model, pair.optimizer)
     for mode in (True, False):
         pair.model.train(mode)
@@ -127,7 +127,7 @@ def test_evaluation_changes_and_keeps_nothing(backend, waiting, context):
             torch.testing.assert_close(pair.model(x), pair.twin(x), rtol=0, atol=1e-6)
     expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
     assert nothing_pending(pair.optimizer)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
 
 
@@ -154,7 +154,7 @@ def test_a_backward_in_eval_mode_trains_as_in_torch(backend):
     pair = Pair(mlp(6, 8, 4), backend=backend)
     pair.model.eval(), pair.twin.eval()
     x = batch(5, 6)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
 
 

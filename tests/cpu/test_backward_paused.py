@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mlp, snapshot
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
 def gan(backend, **options):
@@ -151,9 +151,9 @@ def test_training_goes_on_after_detach(backend):
     """The optimizer steps every weight from .grad then, with the states it has."""
     pair = Pair(mlp(6, 8, 4), backend=backend)
     x = batch(5, 6)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.optimizer.detach()
-    pair.train(lambda model: model(x).square().mean(), lambda model: model(x).square().mean())
+    pair.train(mean_square(x), mean_square(x))
     pair.expect_equal()
     assert not any(row.fused for row in pair.optimizer.coverage)
     nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0)
@@ -162,12 +162,12 @@ def test_training_goes_on_after_detach(backend):
 def test_detach_and_attach_again():
     pair = Pair(mlp(6, 8, 4))
     x = batch(5, 6)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     saved = pair.optimizer.state_dict()
     pair.optimizer.detach()
     pair.optimizer = forge.attach(pair.model, lr=1e-3)
     pair.optimizer.load_state_dict(saved)
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()
     assert all(row.fused for row in pair.optimizer.coverage if row.name.endswith("weight"))
 
@@ -229,7 +229,7 @@ def test_two_optimizers_over_the_halves_of_one_model(backend):
     ]
     x = batch(5, 6)
     for _ in range(3):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
         model(x).square().mean().backward()
         for optimizer in halves:
             optimizer.step()
@@ -259,5 +259,5 @@ def test_a_model_whose_optimizer_was_deleted_is_attached_again():
     pair.optimizer = None
     pair.optimizer = forge.attach(pair.model, lr=1e-3)
     assert all(row.fused for row in pair.optimizer.coverage if row.name.endswith("weight"))
-    pair.train(lambda model: model(x).square().mean())
+    pair.train(mean_square(x))
     pair.expect_equal()

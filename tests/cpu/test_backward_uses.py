@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, mlp
+from tests.cpu.training import Pair, backends, batch, mean_square, mlp
 
 
 class Tied(nn.Module):
@@ -29,7 +29,7 @@ def test_a_plain_stack_trains_as_under_torch(backend):
     pair = Pair(mlp(6, 9, 5, 3), backend=backend)
     x = batch(7, 6)
     for _ in range(3):
-        pair.train(lambda model: model(x).square().mean())
+        pair.train(mean_square(x))
     pair.expect_equal()
     assert all(layer.weight.grad is None for layer in pair.model if isinstance(layer, nn.Linear))
 
