@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,8 @@ from gates.gate import Case, Reading, Result
 from gates.receipt import ROOT, device_name
 
 TIMEOUT_S = 300
-LAST_LINES = 25
+LAST_LINES = 100  # torchrun's own report comes after the ranks' and takes half of them
+TO_END_S = 40  # what torchrun may take to end its workers: it sends SIGKILL after 30 seconds
 
 
 def run(cases: list[Case], timeout_s: float = TIMEOUT_S) -> Iterator[Result]:
@@ -47,8 +47,7 @@ def _run_together(cases: list[Case], timeout_s: float) -> Iterator[Result]:
             answer = Path(folder, f"{i}.json")
             name = device_name(case.device)
             if not answer.exists():
-                sys.stderr.write("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
-                failure = failure or "the ranks ended without an answer"
+                failure = _report(Path(folder), log) or failure or "the ranks ended without an answer"
                 yield Result(case, (), time.monotonic() - start, name, failure)
                 return
             content = json.loads(answer.read_text(encoding="utf-8"))
@@ -63,18 +62,33 @@ def _torchrun(cases: list[Case], folder: Path, log: Path, timeout_s: float) -> s
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")
     with open(log, "w") as out:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"no answer in {timeout_s:g} s"
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code == 0:
-        return ""
-    errors = [line for line in log.read_text(errors="replace").splitlines() if "Error: " in line]
-    return errors[0].partition("]:")[2].strip()[:300] if errors else f"a rank failed (torchrun's exit code {code})"
+                _end(process)
+    return f"a rank failed (torchrun's exit code {code})" if code else ""
+
+
+def _end(process: subprocess.Popen) -> None:
+    """torchrun ends its workers, which are not in its process group, when it is asked to end itself."""
+    process.terminate()
+    try:
+        process.wait(TO_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _report(folder: Path, log: Path) -> str:
+    """Print what the ranks said. Returns the error of the rank that failed first, if one wrote it down."""
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
+    if errors:
+        traceback = errors[0].read_text(encoding="utf-8")
+        sys.stderr.write(f"rank {errors[0].stem}:\n{traceback}")
+        return traceback.strip().splitlines()[-1]
+    sys.stderr.write("".join(log.read_text(errors="replace").splitlines(keepends=True)[-LAST_LINES:]))
+    return ""

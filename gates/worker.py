@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -72,4 +73,9 @@ def _over_ranks(readings: list[Reading]) -> list[Reading]:
 
 
 if __name__ == "__main__":
-    main([Case(**case) for case in json.loads(sys.argv[1])], Path(sys.argv[2]))
+    answers = Path(sys.argv[2])
+    try:
+        main([Case(**case) for case in json.loads(sys.argv[1])], answers)
+    except BaseException:
+        (answers / f"{os.environ['RANK']}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
