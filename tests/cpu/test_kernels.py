@@ -47,7 +47,7 @@ def ids(case):
 @pytest.mark.parametrize(("shape", "tokens"), list(zip(SHAPES, TOKENS, strict=True)))
 def test_a_step_equals_fp64(backend, shape, tokens, weight, state, master):
     case = Case(shape, (tokens,), weight, state, master)
-    kernel_cases.assert_right(kernel_cases.step_errors(case, backend, DEVICE))
+    kernel_cases.assert_right(case, kernel_cases.step_errors(case, backend, DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_step_equals_fp64(backend, shape, tokens, weight, state, master):
     ids=ids,
 )
 def test_operands_of_every_kind(backend, case):
-    kernel_cases.assert_right(kernel_cases.step_errors(case, backend, DEVICE))
+    kernel_cases.assert_right(case, kernel_cases.step_errors(case, backend, DEVICE))
 
 
 def test_the_oracle_can_fail():

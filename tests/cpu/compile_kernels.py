@@ -1,0 +1,121 @@
+"""Compile the kernels as they are launched, for sm_90, with no GPU; print what each one uses as JSON.
+
+Run by ``test_kernels_compile.py`` in a process of its own: Triton compiles or interprets, not both. ``cuobjdump`` comes
+with Triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+#: weight dtype, state dtype, master
+STORAGE = {"bf16": (BF16, BF16, False), "fp16-master": (FP16, FP32, True), "fp32": (FP32, FP32, False)}
+#: shape, tokens of each segment, accumulator's dtype
+LAUNCHES = {
+    "large": ((2048, 2048), (512,), None),
+    "segments": ((2048, 2048), (512, 512, 512, 512), FP32),
+    "small": ((512, 512), (512,), None),
+    "odd": ((333, 101), (17, 5), FP32),
+}
+COMPILED = [
+    ("bf16", "large"),
+    ("bf16", "small"),
+    ("bf16", "odd"),
+    ("fp16-master", "segments"),
+    ("fp16-master", "small"),
+    ("fp16-master", "odd"),
+    ("fp32", "segments"),
+    ("fp32", "odd"),
+]
+
+
+class Hopper:
+    """Stands in for the driver of a GPU that is not there: enough of it to compile."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def resources(kernel) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, _, local = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text).groups()
+    return {
+        "registers": int(registers),
+        "spilled_bytes": int(stack) + int(local),
+        "shared_bytes": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "vector_stores": len(re.findall(r"st\.global\S*\.v", kernel.asm["ptx"])),
+    }
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())
+    compiled = {}
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        compiled[label, self.__name__] = resources(kernel)
+
+    JITFunction.run = compile_only
+    # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
+    from forge_megatron.kernels import Slot, triton_step, triton_wgrad
+    from forge_megatron.rules import get
+
+    rule = get("adamw")
+
+    def slot(shape, weight, state, master):
+        states = tuple(torch.zeros(shape, dtype=state) for _ in rule.states)
+        scalars = torch.zeros(rule.n_scalars)
+        copy = torch.zeros(shape) if master else None
+        return Slot(rule, torch.zeros(shape, dtype=weight), states, scalars, copy, norm_sq=torch.zeros(()))
+
+    for storage, name in COMPILED:
+        label = f"{storage} {name}"
+        weight, state, master = STORAGE[storage]
+        shape, tokens, accumulator = LAUNCHES[name]
+        segments = [tuple(torch.zeros(t, n, dtype=weight) for n in shape) for t in tokens]
+        added = None if accumulator is None else torch.zeros(shape, dtype=accumulator)
+        triton_wgrad.wgrad_step(slot(shape, weight, state, master), segments, added, torch.zeros(()))
+        if name == "segments":
+            triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added)
+            triton_wgrad.wgrad_accumulate(segments, added)
+    for storage, size in (("bf16", 4096), ("fp16-master", 4096), ("fp16-master", 4097)):
+        label = f"{storage} {size}"
+        weight, state, master = STORAGE[storage]
+        triton_step.step([slot((size,), weight, state, master)], [torch.zeros(size, dtype=weight)], None)
+    json.dump([{"launch": k[0], "kernel": k[1], **v} for k, v in compiled.items()], sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "TRITON_INTERPRET is set: nothing would be compiled"
+    main()
