@@ -17,7 +17,8 @@ help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
 
 demo: $(VENV)/run.stamp
-	$(PY) -m launch demo
+	$(PY) -m gates --device cpu --tp 2 --sp
+	$(PY) -m launch.demo
 
 gates: $(VENV)/run.stamp
 	$(PY) -m gates
