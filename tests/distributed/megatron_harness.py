@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +24,12 @@ def _process(rank: int, world: int, tp: int, folder: str, function: Callable, ar
     torch.set_num_threads(1)
     cpu.enable("cpu")
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
 
+    if not hasattr(random, "FP8GlobalStateManager"):
+        # Transformer Engine's, which megatron-core's output-discarding recomputation asks without a check.
+        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
