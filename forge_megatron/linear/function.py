@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,13 +32,18 @@ class OwnedLinearFunction(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):
             if x_wanted:
                 dx = dy @ use.weight.to(dy.dtype)
-            rows = dy.reshape(-1, dy.shape[-1])
+            rows = _rows(dy)
             dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
             if wanted:
                 (x,) = ctx.saved_tensors
-                # An input that autograd did not make is the user's, who may write the next batch into it.
-                use.deliver(rows, x.reshape(-1, x.shape[-1]), borrowed=not x_wanted)
+                # A leaf is the user's, who may write the next batch into it.
+                use.deliver(rows, _rows(x), borrowed=x.is_leaf)
         return dx, None, dbias, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``[tokens, features]``; either may be 0."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 # As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second.
@@ -56,15 +63,16 @@ def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         ``[..., O]``.
     """
-    device = x.device.type
+    device, dtype = x.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype)
+        # Autocast leaves float64 and integers alone.
+        x = x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
         bias = bias.to(dtype) if bias is not None else None
-    elif x.dtype != weight.dtype:
-        raise RuntimeError(
-            f"expected the input and the weight to have the same dtype, got {x.dtype} and {weight.dtype}"
-        )
+    if x.dtype != dtype:
+        raise RuntimeError(f"expected the input and the weight to have the same dtype, got {x.dtype} and {dtype}")
+    # A BLAS sums a transposed operand in another order: the same numbers give the same bits.
+    x = x.contiguous()
     use = open_use(weight)
     y = OwnedLinearFunction.apply(x, use.ticket, bias, use)
     use.bind(y.grad_fn)

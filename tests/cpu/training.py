@@ -57,14 +57,15 @@ class Pair:
     """A model that is attached, and its twin under ``torch.optim``.
 
     Args:
-        model: attached; the twin is a copy that was made before.
+        model: attached.
+        twin: a model with equal weights; default: a copy that is made before attach.
         clip: largest norm, ours by ``clip_grad_norm`` and the twin's by ``clip_grad_norm_``.
         options: of ``attach``.
     """
 
-    def __init__(self, model: nn.Module, *, lr: float = 1e-3, clip: float | None = None, rule="adamw", **options):
+    def __init__(self, model: nn.Module, *, twin=None, lr: float = 1e-3, clip=None, rule: str = "adamw", **options):
         self.model = model
-        self.twin = copy.deepcopy(model)
+        self.twin = copy.deepcopy(model) if twin is None else twin
         hyperparameters = {key: options.pop(key) for key in ("betas", "eps", "weight_decay") if key in options}
         self.optimizer = forge.attach(model, rule, lr=lr, clip_grad_norm=clip, **hyperparameters, **options)
         oracle = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[rule]
