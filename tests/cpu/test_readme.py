@@ -1,0 +1,71 @@
+"""README and CONTRIBUTING say what is so: their commands, files, tests, example and table of switches exist."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_megatron.megatron import switches
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+
+
+def functions(path: Path) -> set[str]:
+    if not path.is_file():
+        return set()
+    return {
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_the_sections_come_in_their_order():
+    found = re.findall(r"^## (.+)$", README, re.M)
+    wanted = [
+        "`make demo`",
+        "`make test`",
+        "Plain PyTorch",
+        "Megatron",
+        "What it covers, and its limits",
+        "How it works",
+    ]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_each_test_that_is_named_exists(name):
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", TEXTS[name])
+    assert named or name != "README.md"
+    missing = [f"{path}::{test}" for path, test in named if test not in functions(ROOT / path)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_each_file_that_is_named_exists(name):
+    links = re.findall(r"\]\(([^)#:]+)\)", TEXTS[name])
+    paths = re.findall(r"`((?:tests|forge_megatron|gates|launch|recipes|slurm|requirements)/[\w./]*\w)`", TEXTS[name])
+    missing = [path for path in links + paths if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_each_target_of_make_exists(name):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ((?:test|lint|demo|gates)[\w-]*)", TEXTS[name])) <= targets
+
+
+def test_the_example_runs():
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "forge.attach" in block)
+    assert len([line for line in code.splitlines() if line]) <= 12
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    assert "0.weight" in out
+    assert "fused" in out
+
+
+def test_the_table_of_switches_is_the_codes():
+    shown = re.search(r"<!-- switches -->\n(.*?)\n?<!-- /switches -->", README, re.S)[1]
+    assert shown == switches.markdown(), f"put this between the marks:\n{switches.markdown()}"
