@@ -203,8 +203,10 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
 
 def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:
     """Return them such that equal offsets are equal coordinates, copied where they were not."""
-    # empty_like keeps the strides of a tensor exactly where it has no holes and no overlap.
-    layout = torch.empty_like(slot.weight, device="meta").stride()
+    layout = slot.weight.stride()
+    if not slot.weight.is_contiguous():
+        # empty_like keeps the strides of a tensor exactly where it has no holes and no overlap.
+        layout = torch.empty_like(slot.weight, device="meta").stride()
     if any(tensor.stride() != layout for _, tensor in slot.tensors()):
         slot = replace(
             slot,
