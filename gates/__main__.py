@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gates.gate import DTYPES, IDS, MOST_RANKS, Case, Result, get, required, sweep
-from gates.receipt import RECEIPT, Receipt
+from gates.receipt import RECEIPT, Receipt, device_name
 from gates.run import run
 
 RED, IMPOSSIBLE, REFUSED = 1, 2, 3
@@ -70,23 +70,22 @@ def check_devices(cases: list[Case]) -> None:
 
 def run_all(cases: list[Case], receipt: Receipt, console: Console) -> list[Result]:
     """Run the cases one after the other, each written to the receipt as it ends, and print the table."""
-    table = Table(title="gates (ΔW and Δstate are relative RMS)", title_justify="left")
-    for column in ("gate", "ranks", "dtype", "number", "bound", "of", ""):
+    title = f"gates on {device_name(cases[0].device)}; gaps of norms, weights and states are relative"
+    table = Table(title=title, title_justify="left")
+    for column in ("gate", "number", "bound", "of", ""):
         table.add_column(column, justify="right" if column in ("number", "bound") else "left", no_wrap=column != "of")
     for gate_id in sorted({case.gate for case in cases}, key=IDS.index):
         console.print(f"{gate_id}: {get(gate_id).compares}", highlight=False, soft_wrap=True)
     results = []
     for result in run(cases):
-        case = result.case
         receipt.add(result)
         results.append(result)
-        head = (case.gate, f"{case.tp} {case.device}{' sp' * case.sp}", case.dtype)
         if result.failure:
-            table.add_row(*head, "-", "-", result.failure, "[red]FAIL[/]")
+            table.add_row(result.case.label, "-", "-", result.failure, "[red]FAIL[/]")
         for i, reading in enumerate(result.readings):
             verdict = "[green]pass[/]" if reading.passed else "[red]FAIL[/]"
             number, bound = f"{reading.value:.2e}", f"{reading.bound:.2e}"
-            table.add_row(*(head if i == 0 else ("",) * 3), number, bound, reading.what, verdict)
+            table.add_row("" if i else result.case.label, number, bound, reading.what, verdict)
         table.add_section()
     console.print(table)
     return results

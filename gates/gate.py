@@ -30,8 +30,12 @@ class Case:
     sp: bool = False
 
     @property
+    def label(self) -> str:
+        return f"{self.gate} tp{self.tp}{' sp' if self.sp else ''} {self.dtype}"
+
+    @property
     def key(self) -> str:
-        return f"{self.gate} {self.device} tp{self.tp}{' sp' if self.sp else ''} {self.dtype}"
+        return f"{self.label} {self.device}"
 
     def to_dict(self) -> dict:
         return asdict(self)

@@ -125,8 +125,8 @@ def measure(case: Case) -> list[Reading]:
         pairs = [(a, b) for name in reference for a, b in zip(ours[name], reference[name], strict=True)]
         state_gap = worst_relative_rms([a for a, _ in pairs], [b for _, b in pairs])
         readings += [
-            Reading(f"largest loss gap, {how}", gap, LOSS[case.dtype]),
-            Reading(f"largest relative gap of the gradient norm, {how}", norm_gap, NORM[case.dtype]),
+            Reading(f"loss gap, {how}", gap, LOSS[case.dtype]),
+            Reading(f"norm gap, {how}", norm_gap, NORM[case.dtype]),
             Reading(f"Δstate, {how}", state_gap, STATES[case.dtype]),
         ]
     return readings

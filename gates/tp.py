@@ -29,7 +29,7 @@ def measure(case: Case) -> list[Reading]:
         weights = relative_rms(weights_of(ours), weights_of(reference))
         states = worst_relative_rms(states_of(ours), states_of(reference))
         readings += [
-            Reading(f"difference between ranks, {how}", drift([losses, *replicated]), 0.0),
+            Reading(f"drift between ranks, {how}", drift([losses, *replicated]), 0.0),
             Reading(f"ΔW, {how}", weights, WEIGHTS[case.dtype]),
             Reading(f"Δstate, {how}", states, STATES[case.dtype]),
         ]

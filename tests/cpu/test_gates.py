@@ -69,14 +69,14 @@ def names(cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize(
     ("job", "needs"),
     [
-        ((1, False, "fp32"), ["MG cpu tp1 fp32"]),
-        ((2, False, "fp32"), ["TP cpu tp2 fp32", "MG cpu tp2 fp32"]),
-        ((2, True, "fp32"), ["TP cpu tp2 fp32", "SP1 cpu tp2 sp fp32", "MG cpu tp2 sp fp32"]),
+        ((1, False, "fp32"), ["MG tp1 fp32 cpu"]),
+        ((2, False, "fp32"), ["TP tp2 fp32 cpu", "MG tp2 fp32 cpu"]),
+        ((2, True, "fp32"), ["TP tp2 fp32 cpu", "SP1 tp2 sp fp32 cpu", "MG tp2 sp fp32 cpu"]),
         (
             (4, True, "bf16"),
-            ["TP cpu tp4 fp32", "TP cpu tp4 bf16", "SP1 cpu tp4 sp fp32", "MG cpu tp4 sp fp32", "MG cpu tp4 sp bf16"],
+            ["TP tp4 fp32 cpu", "TP tp4 bf16 cpu", "SP1 tp4 sp fp32 cpu", "MG tp4 sp fp32 cpu", "MG tp4 sp bf16 cpu"],
         ),
-        ((64, False, "fp32"), ["TP cpu tp8 fp32", "MG cpu tp8 fp32"]),
+        ((64, False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
     ],
 )
 def test_a_job_needs_the_gates_of_its_degrees(job, needs):
@@ -93,7 +93,7 @@ def test_the_sweep_runs_every_gate_at_every_degree_and_dtype():
     cases = sweep(["TP", "SP1", "MG"], [2, 4], "cpu")
     assert len(set(cases)) == len(cases) == 2 * (2 + 1 + 4)
     assert {(c.gate, c.tp) for c in cases} == {(g, n) for g in ("TP", "SP1", "MG") for n in (2, 4)}
-    assert names(sweep(["MG", "TP"], [1], "cpu")) == ["MG cpu tp1 fp32", "MG cpu tp1 bf16"]
+    assert names(sweep(["MG", "TP"], [1], "cpu")) == ["MG tp1 fp32 cpu", "MG tp1 bf16 cpu"]
 
 
 @pytest.mark.parametrize("gate_id", ["TP", "SP1", "MG"])
@@ -135,9 +135,9 @@ def test_the_worst_rank_counts(monkeypatch):
 def test_green_writes_a_receipt_and_exits_0(command, sources):
     code, out, ran = command("TP", "--nproc", "2")
     assert code == 0
-    assert names(ran) == ["TP cpu tp2 fp32", "TP cpu tp2 bf16"]
+    assert names(ran) == ["TP tp2 fp32 cpu", "TP tp2 bf16 cpu"]
     assert re.search(r"1\.00e-07.*1\.00e-06.*gap.*pass", out), "the number and its bound are printed"
-    entry = json.loads((sources / "receipt.json").read_text())["entries"]["TP cpu tp2 fp32"]
+    entry = json.loads((sources / "receipt.json").read_text())["entries"]["TP tp2 fp32 cpu"]
     assert entry["world_size"] == 2
     assert entry["device"].startswith("cpu")
     assert entry["case"]["tp"] == 2
@@ -186,7 +186,7 @@ def test_ensure_runs_what_is_missing_and_then_nothing(command):
     job = ("--tp", "2", "--sp", "--ensure")
     code, _, ran = command(*job)
     assert code == 0
-    assert names(ran) == ["TP cpu tp2 fp32", "SP1 cpu tp2 sp fp32", "MG cpu tp2 sp fp32"]
+    assert names(ran) == ["TP tp2 fp32 cpu", "SP1 tp2 sp fp32 cpu", "MG tp2 sp fp32 cpu"]
     code, _, ran = command(*job)
     assert (code, ran) == (0, [])
     code, _, ran = command("--tp", "4", "--sp", "--ensure")
@@ -199,7 +199,7 @@ def test_ensure_runs_what_is_missing_and_then_nothing(command):
 def test_ensure_refuses_a_gate_that_was_red_when_it_ran_for_this_job(command):
     code, out, _ = command("--tp", "2", "--ensure", outcome=(Reading("gap", 2e-6, 1e-6),))
     assert code == 3
-    assert "TP cpu tp2 fp32 is red: gap 2e-06, bound 1e-06" in out
+    assert "TP tp2 fp32 cpu is red: gap 2e-06, bound 1e-06" in out
 
 
 def test_ensure_refuses_a_red_entry_without_running_it_again(command):
@@ -277,7 +277,7 @@ def test_two_processes_add_to_one_receipt(sources):
     first, second = Receipt(sources / "receipt.json"), Receipt(sources / "receipt.json")
     first.add(result(CASE))
     second.add(result(replace(CASE, tp=4)))
-    assert set(Receipt(sources / "receipt.json").entries) == {"TP cpu tp2 fp32", "TP cpu tp4 fp32"}
+    assert set(Receipt(sources / "receipt.json").entries) == {"TP tp2 fp32 cpu", "TP tp4 fp32 cpu"}
     assert not list(sources.glob("*.tmp"))
 
 

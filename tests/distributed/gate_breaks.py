@@ -138,7 +138,7 @@ BREAKS = {
         no_all_reduce: "ΔW, in backward",
         stale_weight: "ΔW, in backward",
         input_gradient_from_the_updated_weight: "ΔW, in backward",
-        a_rank_parts: "difference between ranks, waiting",
+        a_rank_parts: "drift between ranks, waiting",
         no_decay: "ΔW, waiting",
         twice_the_gradient: "Δstate, in backward",
         not_a_number: "ΔW, in backward",
@@ -149,10 +149,10 @@ BREAKS = {
         kept_input_overwritten: "SP-dense ΔW, waiting",
     },
     "MG": {
-        no_reduce_scatter: "largest loss gap, in backward",
-        no_decay: "largest loss gap, in backward",
-        learning_rate_a_step_late: "largest loss gap, in backward",
-        twice_the_gradient: "largest relative gap of the gradient norm, in backward",
+        no_reduce_scatter: "loss gap, in backward",
+        no_decay: "loss gap, in backward",
+        learning_rate_a_step_late: "loss gap, in backward",
+        twice_the_gradient: "norm gap, in backward",
         no_clipping: "Δstate, waiting",
     },
 }

@@ -24,6 +24,6 @@ def test_all_gates_are_green(tmp_path, nproc):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     entries = json.loads((tmp_path / ".gates/receipt.json").read_text())["entries"]
-    wanted = {name.replace(" ", f" cpu tp{nproc} ", 1) for name in SWEEPS[nproc]}
+    wanted = {f"{name.replace(' ', f' tp{nproc} ', 1)} cpu" for name in SWEEPS[nproc]}
     assert set(entries) == wanted
     assert all(entry["passed"] for entry in entries.values())

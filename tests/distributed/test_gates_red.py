@@ -53,7 +53,7 @@ def test_a_wrong_rule_is_exit_1_and_the_launcher_is_refused_with_the_reason(copy
     assert "FAIL" in done.stdout
     refused = gates(copy, "--tp", "2", "--ensure")
     assert refused.returncode == 3, refused.stdout + refused.stderr
-    assert re.search(r"gate TP cpu tp2 fp32 is red: ΔW, in backward \S+, bound 1.19e-07", refused.stdout)
+    assert re.search(r"gate TP tp2 fp32 cpu is red: ΔW, in backward \S+, bound 1.19e-07", refused.stdout)
     rule.write_text(text)
     refused = gates(copy, "--tp", "2", "--ensure")
     assert refused.returncode == 3
@@ -66,7 +66,7 @@ def test_a_rank_that_crashes_is_exit_1_with_its_error(copy):
         file.write("\nraise RuntimeError('a rank that cannot start')\n")
     done = gates(copy, "TP", "--nproc", "2", "--dtype", "fp32")
     assert done.returncode == 1
-    entry = json.loads((copy / ".gates/receipt.json").read_text())["entries"]["TP cpu tp2 fp32"]
+    entry = json.loads((copy / ".gates/receipt.json").read_text())["entries"]["TP tp2 fp32 cpu"]
     assert entry["failure"] == "RuntimeError: a rank that cannot start"
     assert not entry["passed"]
     assert "Traceback" in done.stderr
