@@ -1,6 +1,7 @@
 # make demo    set up, run the gates, train the demo (no GPU needed)
 # make test    set up, run every test that this machine can run, on both supported versions of megatron-core
 # make lint    ruff
+# make env     only the environment that python -m launch and python -m gates need, in .venv
 # PYTHON=...   the interpreter to build the environment with (3.11 or later)
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -11,10 +12,14 @@ CONSTRAINTS := requirements/constraints.txt
 export OMP_NUM_THREADS ?= 1
 JOBS ?= 2
 PYTEST_ARGS ?=
+# A file's tests share what it sets up; the long files come first (tests/conftest.py), so that both ends come together.
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo gates test test-core test-mcore test-py312 lint clean
+.PHONY: help env demo gates test test-core test-mcore test-py312 lint clean
 help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
+
+env: $(VENV)/run.stamp
 
 demo: $(VENV)/run.stamp
 	$(PY) -m gates --device cpu --tp 2 --sp
@@ -26,12 +31,12 @@ gates: $(VENV)/run.stamp
 test: test-core test-mcore test-py312
 
 test-core: $(VENV)/test.stamp
-	$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The version of megatron-core that the environment does not have, from its wheel. The newer one asks for Python 3.12
 # only for megatron.training: megatron.core is unpacked and put in front, and runs under 3.11 as well.
 test-mcore: $(VENV)/test.stamp $(VENV)/mcore.stamp
-	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PY) -m pytest -n $(JOBS) -m megatron $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PYTEST) -m megatron $(PYTEST_ARGS)
 
 # megatron-core 0.19 where it belongs, with megatron.training: an environment of its own, where there is a python3.12.
 PYTHON312 ?= $(shell for p in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
@@ -45,7 +50,7 @@ test-py312: $(VENV)/test.stamp
 
 .PHONY: test-megatron
 test-megatron: $(VENV)/test.stamp
-	$(PY) -m pytest -n $(JOBS) -m megatron $(PYTEST_ARGS)
+	$(PYTEST) -m megatron $(PYTEST_ARGS)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

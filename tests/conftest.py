@@ -1,6 +1,7 @@
 """What every test shares: the interpreter for Triton where there is no GPU, and markers by folder."""
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ MEGATRON = ("test_megatron", "test_launch", "test_trainer", "test_gates_green", 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark by folder and name; a GPU's tests are taken out, and counted in the summary, where there is no GPU."""
+    """Mark by folder and name, the longest first; a GPU's tests are deselected where there is no GPU."""
     left_out = []
     for item in items:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
@@ -35,15 +36,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    config.stash[LEFT_OUT] = len(left_out)
-
-
-LEFT_OUT = pytest.StashKey[int]()
+    items.sort(key=lambda item: "distributed" not in item.keywords)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    import importlib.metadata as metadata
-
     names = ("torch", "triton", "megatron-core")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     terminalreporter.section("machine")
