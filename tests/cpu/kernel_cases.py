@@ -171,19 +171,29 @@ def expected(slot: Slot, grad: Tensor, multiplier: float | None) -> dict[str, Te
     return want
 
 
-def stored_error(got: Tensor, want: Tensor, tokens: int = 0) -> float:
+def sum_roundings(case: Case) -> float:
+    """fp32 roundings that a sum over the tokens may add, of the largest magnitude.
+
+    One for every 64 tokens: tensor cores truncate the sum at each 16 tokens, so its error grows with their number and
+    not with its root. Equal tokens meet the worst case of a sequential fp32 sum, half a rounding each (Higham,
+    Accuracy and Stability, eq. 3.5), because all of its roundings go the same way.
+    """
+    tokens = sum(case.tokens)
+    return tokens / 2 if case.layout == "same-token" else tokens / 64
+
+
+def stored_error(got: Tensor, want: Tensor, roundings: float = 0) -> float:
     """How far a stored tensor is from fp64, in units of what is allowed; at most 1 is right.
 
     Allowed is half a unit in the last place of the stored dtype, from rounding to nearest, and besides 16 fp32
-    roundings of the largest magnitude, from the fp32 arithmetic before it, and one more for every 64 tokens: tensor
-    cores truncate the sum at each 16 tokens, so its error grows with their number and not with its root.
+    roundings of the largest magnitude, from the fp32 arithmetic before it, and ``roundings`` of the sum before that.
     """
     if want.numel() == 0:
         return 0.0
     got = got.cpu()
     info = torch.finfo(got.dtype)
     half_ulp = 0.5 * info.eps * want.abs().clamp(min=info.tiny)
-    allowed = half_ulp + (16 + tokens / 64) * torch.finfo(FP32).eps * want.abs().max()
+    allowed = half_ulp + (16 + roundings) * torch.finfo(FP32).eps * want.abs().max()
     error = ((got.double() - want).abs() / allowed).max().item()
     return error if error == error else float("inf")
 
@@ -195,7 +205,7 @@ def step_errors(case: Case, backend: str, device: str = "cpu") -> dict[str, floa
     wgrad_step(slot, segments, accumulator=accumulator, multiplier=multiplier, backend=backend)
     grad = oracles.wgrad(built[1], built[2], case.shape)
     want = expected(built[0], grad, case.multiplier)
-    errors = {name: stored_error(tensor, want[name], sum(case.tokens)) for name, tensor in slot.tensors()}
+    errors = {name: stored_error(tensor, want[name], sum_roundings(case)) for name, tensor in slot.tensors()}
     norm_sq = grad.square().sum().item()
     errors["norm_sq"] = abs(slot.norm_sq.item() - norm_sq) / norm_sq if norm_sq else abs(slot.norm_sq.item())
     return errors
