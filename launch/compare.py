@@ -1,8 +1,8 @@
 """``python -m launch.compare RECIPE OUT.json [key=value ...]``: a recipe with and without forge, side by side.
 
-Three runs from the same initial weights: forge with an fp32 master, Megatron's own optimizer (which keeps an fp32
-master too, so that the two are one recipe), and forge in the recipe's own formats. Each starts through
-``python -m launch``, that is behind the gates, so that no speed is written down without its parity check.
+Pairs of runs from the same initial weights, forge and Megatron's own optimizer in the same formats: the recipe's, and
+an fp32 master. Each starts through ``python -m launch``, that is behind the gates, so that no speed is written down
+without its parity check.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ class Run:
     step_ms: dict[str, float]
 
 
-def arms(recipe: config.Recipe) -> dict[str, list[str]]:
-    standard = ["optimizer.use_forge=false"]
-    own = recipe.optimizer.recipe
-    found = {"forge, fp32-master": ["optimizer.use_forge=true", "optimizer.recipe=fp32-master"], "megatron": standard}
-    if own not in (None, "fp32-master"):
-        found[f"forge, {own}"] = ["optimizer.use_forge=true"]
-    return found
+def formats(recipe: config.Recipe) -> list[str]:
+    """The pairs to run, by their recipe of formats."""
+    return list(dict.fromkeys([recipe.optimizer.recipe, "fp32-master"]))
 
 
 def read(folder: Path, overrides: list[str]) -> Run:
@@ -64,27 +60,32 @@ def read(folder: Path, overrides: list[str]) -> Run:
     )
 
 
+def against(forge: Run, megatron: Run) -> dict[str, float]:
+    gaps = [abs(ours - theirs) for ours, theirs in zip(forge.losses, megatron.losses, strict=True)]
+    return {
+        f"largest loss gap, first {EARLY} steps": max(gaps[:EARLY]),
+        "largest loss gap": max(gaps),
+        "step time": forge.step_ms["median"] / megatron.step_ms["median"],
+        "peak memory": forge.peak_bytes / megatron.peak_bytes,
+    }
+
+
 def compare(name: str, out: Path, overrides: list[str]) -> int:
     recipe = config.load(name, overrides)
     report = {"recipe": name, "overrides": overrides, "provenance": provenance.describe(), "runs": {}}
     root = Path(recipe.run.dir)
-    for label, changes in arms(recipe).items():
-        folder = root / label.replace(", ", "-")
-        command = [sys.executable, "-m", "launch", name, *overrides, *changes, f"run.dir={folder}"]
-        code = subprocess.run(command).returncode
-        if code:
-            return code
-        report["runs"][label] = asdict(read(folder, changes))
+    for kept in formats(recipe):
+        pair = {}
+        for label, use_forge in (("megatron", "false"), ("forge", "true")):
+            folder = root / kept / label
+            changes = [f"optimizer.recipe={kept}", f"optimizer.use_forge={use_forge}"]
+            command = [sys.executable, "-m", "launch", name, *overrides, *changes, f"run.dir={folder}"]
+            code = subprocess.run(command).returncode
+            if code:
+                return code
+            pair[label] = read(folder, changes)
+        report["runs"][kept] = {label: asdict(run) for label, run in pair.items()} | {"forge/megatron": against(**pair)}
         report["after"] = provenance.gpus()
-        ours, theirs = report["runs"]["forge, fp32-master"], report["runs"].get("megatron")
-        if theirs is not None:
-            gaps = [abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)]
-            report["forge against megatron, fp32-master"] = {
-                f"largest loss gap, first {EARLY} steps": max(gaps[:EARLY]),
-                "largest loss gap": max(gaps),
-                "step time ratio": ours["step_ms"]["median"] / theirs["step_ms"]["median"],
-                "peak memory ratio": ours["peak_bytes"] / theirs["peak_bytes"],
-            }
         out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
