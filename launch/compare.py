@@ -43,7 +43,7 @@ class Run:
 
 def formats(recipe: config.Recipe) -> list[str]:
     """The pairs to run, by their recipe of formats."""
-    return list(dict.fromkeys([recipe.optimizer.recipe, "fp32-master"]))
+    return [kept for kept in dict.fromkeys([recipe.optimizer.recipe, "fp32-master"]) if kept]
 
 
 def read(folder: Path, overrides: list[str]) -> Run:
