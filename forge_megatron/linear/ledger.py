@@ -146,11 +146,6 @@ class Ledger:
     def wants(self, use: Use) -> bool:
         """Pre-flights the running graph task once; says whether it wants this use's weight gradient."""
         task = torch._C._current_graph_task_id()
-        if task == -1:
-            raise NotImplementedError(
-                f"{use.owned.name}: compiled autograd runs backward outside the autograd engine, where nobody can "
-                "tell a weight's last use; turn torch._dynamo.config.compiled_autograd off"
-            )
         with lock:
             if task not in self._tasks:
                 _preflight(task, use)

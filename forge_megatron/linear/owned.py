@@ -7,6 +7,7 @@ wants this weight's gradient at all (``torch.autograd.grad(loss, x)`` does not).
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -37,6 +38,12 @@ def owner_of(weight: Tensor) -> OwnedWeight | None:
 def in_backward() -> bool:
     """True inside a running backward: there, a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _in_compiled_backward() -> bool:
+    """True where compiled autograd runs the graph that it made of a backward."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
 
 
 def in_function_forward() -> bool:
@@ -267,6 +274,7 @@ class Use:
                 "forward again after a step, and call step() once after each backward"
             )
 
+    @torch._disable_dynamo
     def begin(self) -> bool:
         """First thing in a linear's backward, before anything has changed.
 
@@ -276,6 +284,11 @@ class Use:
         Raises:
             RuntimeError: a second backward without ``step()``, a stale weight, ``create_graph=True``.
         """
+        if _in_compiled_backward():
+            raise NotImplementedError(
+                f"{self.owned.name}: compiled autograd traces backward, and the engine then cannot tell a weight's "
+                "last use; turn torch._dynamo.config.compiled_autograd off (torch.compile of the model is fine)"
+            )
         if self.ticket is None:
             self.expect_current()
             return False
@@ -294,6 +307,7 @@ class Use:
         self.expect_current()
         return wanted
 
+    @torch._disable_dynamo
     def deliver(self, dy: Tensor, x: Tensor, borrowed: bool = False) -> None:
         """Hands over the factors of the weight gradient ``dYᵀ X`` (DESIGN: the granule's operands).
 
