@@ -120,11 +120,12 @@ def load(folder: Path, state: dict, optional: tuple[str, ...] = ()) -> dict:
     Raises:
         CheckpointError: a key is missing, or in the checkpoint and not in ``state``.
     """
+    # Megatron's names: "unexpected" was asked for and is not there, "missing" is there and was not asked for.
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    surplus = sorted(key for key in unexpected if not key.startswith(optional))
-    if missing or surplus:
+    surplus = sorted(key for key in missing if not key.startswith(optional))
+    if unexpected or surplus:
         raise CheckpointError(
-            f"{folder} does not fit this run: missing {sorted(missing)[:8]}, "
-            f"not asked for {surplus[:8]}. Was it written with another model or optimizer?"
+            f"{folder} does not fit this run: it lacks {sorted(unexpected)[:8]} and has besides {surplus[:8]}. "
+            "Was it written with another model or optimizer?"
         )
     return loaded

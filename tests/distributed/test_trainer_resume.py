@@ -65,5 +65,5 @@ def test_another_model_is_refused(data, tmp_path):
     job = Job(tmp_path / "job", data, ARMS["standard"])
     job.run("run.steps=2", "optimizer.decay_steps=4")
     said = job.run("run.steps=4", "optimizer.decay_steps=4", "model.qk_norm=true", code=1)
-    assert "does not fit this run: missing" in said
+    assert "does not fit this run: it lacks" in said
     assert "q_layernorm" in said

@@ -57,7 +57,6 @@ class Job:
         return [*agent, "--local-addr", "127.0.0.1", "-m", "launch.worker", str(recipe), *self.overrides, *overrides]
 
     def start(self, *overrides: str, ranks: int = 2) -> subprocess.Popen:
-        """Started in a process group of its own, so that a test can signal all of it."""
         return subprocess.Popen(
             self.command(*overrides, ranks=ranks),
             cwd=ROOT,
@@ -65,7 +64,6 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
 
     def run(self, *overrides: str, ranks: int = 2, code: int = 0) -> str:
