@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import Tensor, nn
 
 from forge_megatron import ForgeOptimizer
 from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
-from gates.gate import MOST_RANKS, Case
+from gates.gate import Case
 
 STEPS = 5
 BLOCKS = 2
@@ -109,11 +109,7 @@ class Pairs(nn.Module):
     def __init__(self, case: Case):
         super().__init__()
         _, hidden, ffn = sizes(case)
-        config = TransformerConfig(
-            num_layers=BLOCKS,
-            hidden_size=hidden,
-            num_attention_heads=MOST_RANKS * case.tp,
-            kv_channels=1,
+        config = ModelParallelConfig(
             params_dtype=DTYPES[case.dtype],
             tensor_model_parallel_size=case.tp,
             sequence_parallel=case.sp,
