@@ -2,7 +2,9 @@
 
 DESIGN section 4: when ``T (I + O) < I O`` keeping the factors is cheaper than keeping the gradient;
 several uses, or several micro-batches, are one longer token axis. Where the factors would outgrow an
-fp32 gradient they are folded into one accumulator, so that a waiting weight never holds more than that.
+fp32 gradient they are folded into one accumulator, and from then on an eighth of it is the bound: a fold
+reads and writes the accumulator once for many small micro-batches, and a waiting weight never holds more
+than 9/8 of an fp32 gradient.
 """
 
 from __future__ import annotations
@@ -55,13 +57,15 @@ class Factors:
         held = sum(pair.nbytes() for pair in self.kept)
         return held + (0 if self.accumulator is None else self._fp32_bytes)
 
-    def keep(self, dy: Tensor, x: Tensor, task: int, borrowed: bool) -> None:
-        x = _own(x, borrowed)
+    def keep(self, dy: Tensor, x: Tensor, task: int, *, borrowed_dy: bool, borrowed_x: bool) -> None:
+        """Keeps one pair; a borrowed factor is copied, for somebody else may write to it."""
+        dy, x = _own(dy, borrowed_dy), _own(x, borrowed_x)
         self.kept.append(Kept(dy, x, (dy._version, x._version), task))
 
     def outgrown(self) -> bool:
-        """The pairs take more bytes than the fp32 gradient that they stand for."""
-        return sum(pair.nbytes() for pair in self.kept) > self._fp32_bytes
+        """The pairs take more bytes than they may beside the accumulator, or in its place."""
+        bound = self._fp32_bytes if self.accumulator is None else self._fp32_bytes // 8
+        return sum(pair.nbytes() for pair in self.kept) > bound
 
     def fold(self, accumulate) -> None:
         """Replaces the pairs by their sum in an fp32 ``[O, I]`` accumulator.

@@ -158,7 +158,8 @@ class Ledger:
             owned.count_replay()
         last = not any(other.task != task and other.runs_here() for other in owned.live_uses())
         if owned.waits or not last:
-            owned.factors.keep(dy, x, task, borrowed)
+            # What backward() was given as the gradient of a lone root is the caller's, who may reuse it.
+            owned.factors.keep(dy, x, task, borrowed_dy=not use.runs_here(), borrowed_x=borrowed)
             if owned.waits:
                 self.later(owned, owned.factors.segments)
         else:
