@@ -18,7 +18,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .backend import resolve_backend
+from .backend import WGRAD_ONLY, resolve_backend
+from .choice import choose_for
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot
 
 
@@ -39,13 +40,13 @@ def wgrad_step(
         segments: ``(dY [T, O], X [T, I])`` of each use; fp32, bf16 or fp16, any strides, T >= 0.
         accumulator: fp32 or bf16 ``[O, I]``, a gradient that was summed before; only read.
         multiplier: 0-dim fp32 tensor on the weight's device.
-        backend: see :func:`resolve_backend`.
+        backend: ``"auto"`` takes what :func:`choose` names; see there and :func:`resolve_backend`.
 
     Raises:
         TypeError, ValueError: operands that do not fit, named; nothing has changed then.
     """
     weight = slot.weight
-    chosen = resolve_backend(weight.device, backend)
+    resolve_backend(weight.device, backend)
     check_slot(slot)
     if weight.dim() != 2:
         raise ValueError(f"{slot.name}: shape {list(weight.shape)}; a weight gradient is [O, I]")
@@ -53,7 +54,11 @@ def wgrad_step(
     check_multiplier(slot.name, multiplier, weight.device)
     if accumulator is not None:
         check_accumulator(slot.name, accumulator, weight.shape, weight.device)
-    _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+    chosen = choose_for(slot, segments, accumulator, backend)
+    if chosen in WGRAD_ONLY:
+        importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
+    else:
+        _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
 
 
 @torch.no_grad()

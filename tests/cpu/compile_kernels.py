@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import ty_to_cpp
 from triton.runtime.jit import JITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -57,6 +58,9 @@ class Hopper:
 
     def get_active_torch_device(self):
         return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty):
+        return ty_to_cpp(ty)
 
 
 def resources(kernel) -> dict[str, int]:

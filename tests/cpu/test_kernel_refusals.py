@@ -74,9 +74,10 @@ def test_backends_are_resolved_by_device_and_request(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r'backend="triton" cannot run on cpu.*TRITON_INTERPRET=1'):
         resolve_backend("cpu", "triton")
-    with pytest.raises(NotImplementedError, match='backend="hopper" is not built'):
-        resolve_backend("cuda", "hopper")
-    with pytest.raises(ValueError, match="backend='cuda' is unknown; use one of: auto, triton, reference"):
+    for name in ("hopper", "cublas"):
+        with pytest.raises(ValueError, match=f"backend='{name}' cannot run on cpu"):
+            resolve_backend("cpu", name)
+    with pytest.raises(ValueError, match="backend='cuda' is unknown; use one of: auto, hopper, cublas, triton, ref"):
         resolve_backend("cuda", "cuda")
 
 

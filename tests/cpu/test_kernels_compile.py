@@ -8,14 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from forge_megatron.kernels.backend import has_gluon
+from forge_megatron.kernels.hopper_config import CONFIGS
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+
+def run(script, tmp_path_factory):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).with_name(script)
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return run("compile_kernels.py", tmp_path_factory)
 
 
 def test_every_kernel_compiles_for_sm_90(compiled):
@@ -41,3 +48,18 @@ def test_aligned_16_bit_launches_use_the_tensor_cores_and_store_vectors(compiled
     whole += [e for e in compiled if e["kernel"] == "multi_tensor_step_kernel" and e["launch"].endswith("4096")]
     assert len(whole) == 6
     assert all(entry["vector_stores"] for entry in whole)
+
+
+def test_the_hopper_kernel_compiles_and_keeps_everything_in_registers(tmp_path_factory, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    has_gluon.cache_clear()
+    available = has_gluon()
+    has_gluon.cache_clear()
+    if not available:
+        pytest.skip("NOT RUN: this Triton's Gluon does not compile the Hopper kernel")
+    compiled = run("compile_hopper.py", tmp_path_factory)
+    assert {entry["config"] for entry in compiled} == set(CONFIGS)
+    assert len(compiled) == 6 + 2 * (len(CONFIGS) - 1)
+    assert all(entry["wgmma"] for entry in compiled)
+    assert not [entry for entry in compiled if entry["spilled_bytes"]]
+    assert max(entry["shared_bytes"] for entry in compiled) <= 232_448

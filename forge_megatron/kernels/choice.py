@@ -1,0 +1,96 @@
+"""Which kernel steps a weight from its gradient's factors: the one place that decides, and can say.
+
+========== =====================================================================================
+hopper     warp-specialised, on compute capability 9.0: a tile's state moves beside another's GEMM
+cublas     the GEMM into a scratch of one weight, summed in fp32, and one elementwise step
+triton     portable: a tile's GEMM, then its step
+reference  torch, in blocks of rows
+========== =====================================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .backend import has_gluon, is_hopper, resolve_backend
+from .slot import Segment, Slot
+
+#: Bytes to which the copy engine's rows are aligned.
+ROW_ALIGNMENT = 16
+
+
+def choose(
+    shape: Sequence[int],
+    tokens: int,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulator: bool = False,
+    backend: str = "auto",
+) -> str:
+    """Return the kernel's name for contiguous operands: what ``coverage`` shows.
+
+    Args:
+        shape: the weight's, ``[O, I]``.
+        tokens: of all segments together.
+        device: the weight's.
+        dtype: of weight, dY and X.
+        accumulator: whether a gradient that was summed before comes in too.
+        backend: what the user asked for; anything but ``"auto"`` is only checked.
+
+    Raises:
+        RuntimeError, ValueError: as :func:`resolve_backend`.
+    """
+    resolved = resolve_backend(device, backend)
+    if backend != "auto" or resolved == "reference":
+        return resolved
+    half = dtype in (torch.bfloat16, torch.float16)
+    aligned = all(extent * dtype.itemsize % ROW_ALIGNMENT == 0 for extent in shape)
+    if accumulator or not (half and aligned and tokens and min(shape)) or not is_hopper(torch.device(device)):
+        return "triton"
+    return "hopper" if has_gluon() else "cublas"
+
+
+def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:
+    """Return the kernel's name for these operands, whose strides and addresses may refuse one.
+
+    Raises:
+        ValueError: ``backend`` asks for a kernel that cannot take them.
+    """
+    weight = slot.weight
+    dtypes = {tensor.dtype for segment in segments for tensor in segment}
+    chosen = choose(
+        weight.shape,
+        sum(dy.shape[0] for dy, _ in segments),
+        weight.device,
+        dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+        accumulator=accumulator is not None,
+        backend=backend,
+    )
+    if chosen == "hopper" and (accumulator is not None or not _hopper().supports(slot, segments)):
+        if backend == "hopper":
+            raise ValueError(
+                f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
+                'of unit stride, some tokens, and no accumulator; use backend="auto"'
+            )
+        chosen = "cublas"
+    if chosen == "cublas" and not _cublas().supports(slot, segments, accumulator):
+        if backend == "cublas":
+            raise ValueError(
+                f'{slot.name}: backend="cublas" takes bf16 or fp16 operands of one dtype, some tokens, no accumulator, '
+                'and a contiguous weight, master and states; use backend="auto"'
+            )
+        chosen = "triton"
+    return chosen
+
+
+def _hopper():
+    return importlib.import_module(".hopper_wgrad", __package__)
+
+
+def _cublas():
+    return importlib.import_module(".cublas_wgrad", __package__)

@@ -1,0 +1,398 @@
+"""The fused weight gradient and optimizer step on Hopper: warp-specialised and persistent.
+
+One CTA a multiprocessor walks the tiles of ``G = sum dY^T X``. Five kinds of warp work at once:
+
+- the operand producer (one warp) fills a ring of stages with blocks of dY and X by TMA;
+- two consumer warpgroups run wgmma on the stages and then the rule on the tile's registers;
+- the loader (one warp) fills a ring of slots with the tile's weight and states by TMA, in
+  sub-tiles of 64 rows, as far ahead as there are slots;
+- the storer (one warp) writes the slots back by TMA once they hold the stepped values.
+
+So a tile's weight and states travel while tensor cores work on another tile. ``PINGPONG`` gives the
+two consumers alternate tiles, so that one multiplies while the other steps; otherwise both share
+a tile that is twice as tall, which halves the traffic of X.
+
+Synchronisation, all of it by mbarriers in shared memory. ``u`` counts stages and ``n`` counts
+sub-tiles, both in the one order in which this CTA walks its tiles; ``u`` lives in stage
+``u % STAGES``, ``n`` in slot ``n % SLOTS``, and their barriers complete phase ``u // STAGES`` and
+``n // SLOTS``.
+
+====== ======================= ============================================ =====================
+name   completed by            waited for by                                arrivals
+====== ======================= ============================================ =====================
+full   TMA bytes               the consumers of u                           1 (expect) and bytes
+empty  the consumers of u      the producer, before u + STAGES              1 pingpong, 2 shared
+ready  TMA bytes               the one consumer of n                        1 (expect) and bytes
+done   the one consumer of n   the storer                                   1
+free   the storer, once n has  the loader, before n + SLOTS                 1
+       been read
+turn   the other consumer      pingpong: before the first ``full`` of a job 1
+step   the other consumer      pingpong: before the first ``ready`` of a job 1
+====== ======================= ============================================ =====================
+
+A wait by parity only tells a phase from its neighbours, so nobody may wait for a phase whose
+predecessor might still be open. Producer, loader and storer each walk u or n in order. Shared
+tiles: both consumers take every u, so neither can be a phase ahead; SLOTS is even and consumer c
+takes the n with ``n % 2 == c``, so a slot has one consumer, which takes its phases in order.
+Pingpong: a consumer gets its turn only after the other has waited for all earlier u (``turn``)
+and all earlier n (``step``), so the phase before the one it waits for is complete.
+
+The rule's code is a loop over sub-tiles, whose accumulators move down by ``unroll`` sub-tiles each
+time. Written out for a whole tile, two consumers' code is more than the instruction cache holds.
+"""
+
+# ruff: noqa: RUF005 - Triton has no unpacking
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_copy import PANEL, load_slots, produce_operands, store_slots
+
+
+@gluon.jit
+def column_parts(tile, PARTS: gl.constexpr, layout: gl.constexpr):
+    """Cut a tile into ``PARTS`` (a power of two) tiles of adjacent columns: registers, not moves."""
+    parts = (tile,)
+    for _ in gl.static_range(PARTS.bit_length() - 1):
+        halves = ()
+        for index in gl.static_range(len(parts)):
+            whole = parts[index]
+            pair = whole.reshape([whole.shape[0], 2, whole.shape[1] // 2]).permute(0, 2, 1)
+            halves = halves + pair.split()
+        parts = halves
+    converted = ()
+    for index in gl.static_range(len(parts)):
+        converted = converted + (gl.convert_layout(parts[index], layout, assert_trivial=True),)
+    return converted
+
+
+@gluon.jit
+def shifted(tiles, BY: gl.constexpr):
+    """``tiles`` without the first ``BY``; the last ``BY`` are there twice, which is free."""
+    rest = ()
+    for index in gl.static_range(len(tiles)):
+        rest = rest + (tiles[index + BY if index + BY < len(tiles) else index],)
+    return rest
+
+
+@gluon.jit
+def columns(slots, slot, chunk: gl.constexpr, WIDTH: gl.constexpr):
+    if slots.shape[2] == WIDTH:
+        return slots.index(slot)
+    else:
+        return slots.index(slot).slice(chunk * WIDTH, WIDTH, dim=1)
+
+
+@gluon.jit
+def consume(
+    walk,
+    tokens,
+    stages,
+    slots,
+    order,
+    scalars,
+    multiplier,
+    partials,
+    RULE: gl.constexpr,
+    TILE: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    UNROLL: gl.constexpr,
+    SELF: gl.constexpr,
+):
+    tiles = walk[0] * walk[1]
+    a_ring, b_ring, full, empty = stages
+    moved_slots, rounded_slots, ready, done, _free = slots
+    turn, step = order
+    UPDATE: gl.constexpr = RULE[0]
+    N_SCALARS: gl.constexpr = RULE[1]
+    STAGES: gl.constexpr = b_ring.shape[0]
+    BLOCK_T: gl.constexpr = b_ring.shape[1]
+    BLOCK_I: gl.constexpr = b_ring.shape[2]
+    ALL_PANELS: gl.constexpr = a_ring.shape[0] // STAGES
+    PANELS: gl.constexpr = ALL_PANELS if PINGPONG else ALL_PANELS // 2
+    FIRST_PANEL: gl.constexpr = 0 if PINGPONG else SELF * PANELS
+    SLOTS: gl.constexpr = moved_slots[0].shape[0]
+    SUB_I: gl.constexpr = moved_slots[0].shape[2]
+    PARTS: gl.constexpr = BLOCK_I // SUB_I
+    #: Sub-tiles of a job, and from one of this consumer's to its next.
+    COUNT: gl.constexpr = ALL_PANELS * PARTS
+    STRIDE: gl.constexpr = 1 if PINGPONG else 2
+    FIRST: gl.constexpr = 0 if PINGPONG else SELF
+    JOBS: gl.constexpr = 2 if PINGPONG else 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
+    WIDTH: gl.constexpr = SUB_I // CHUNKS
+    sub: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+
+    h = ()
+    for index in gl.static_range(N_SCALARS):
+        h = h + (gl.load(scalars + index),)
+    scale = 1.0
+    if len(multiplier) > 0:
+        scale = gl.load(multiplier[0])
+    blocks = 0
+    for segment in gl.static_range(len(tokens)):
+        blocks += gl.cdiv(tokens[segment], BLOCK_T)
+
+    job = SELF if PINGPONG else 0
+    first = gl.program_id(0) + job * gl.num_programs(0)
+    for tile in range(first, tiles, JOBS * gl.num_programs(0)):
+        if PINGPONG:
+            # Phase p of turn[c] ends c's p-th wait; consumer 0's first needs nobody.
+            mbarrier.wait(turn.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
+        acc = ()
+        for _ in gl.static_range(PANELS):
+            acc = acc + (gl.zeros([PANEL, BLOCK_I], gl.float32, mma),)
+        u = job * blocks
+        for block in range(blocks):
+            stage = u % STAGES
+            mbarrier.wait(full.index(stage), (u // STAGES) & 1)
+            issued = ()
+            for panel in gl.static_range(PANELS):
+                a = a_ring.index(stage * ALL_PANELS + FIRST_PANEL + panel).permute((1, 0))
+                issued = issued + (warpgroup_mma(a, b_ring.index(stage), acc[panel], is_async=True),)
+            acc = all_but(issued, PANELS)
+            # The block before this one has been multiplied.
+            mbarrier.arrive(empty.index((u + STAGES - 1) % STAGES), count=1, pred=block > 0)
+            u += 1
+        if PINGPONG:
+            mbarrier.arrive(turn.index(1 - SELF), count=1)
+        acc = all_but(acc, 0)
+        mbarrier.arrive(empty.index((u + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
+
+        if PINGPONG:
+            mbarrier.wait(step.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
+        n = job * COUNT + FIRST
+        squares = gl.zeros([PANEL], gl.float32, gl.SliceLayout(1, sub))
+        tiles_left = ()
+        for panel in gl.static_range(PANELS):
+            tiles_left = tiles_left + column_parts(acc[panel], PARTS * CHUNKS, sub)
+        for stepped in range(0, PANELS * PARTS, UNROLL):
+            for part in gl.static_range(UNROLL):
+                slot = n % SLOTS
+                mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
+                if PINGPONG:
+                    mbarrier.arrive(step.index(1 - SELF), count=1, pred=stepped + part == COUNT - 1)
+                for chunk in gl.static_range(CHUNKS):
+                    g = tiles_left[part * CHUNKS + chunk]
+                    if len(partials) > 0:
+                        squares += gl.sum(g * g, 1)
+                    if len(multiplier) > 0:
+                        g = g * scale
+                    source = widen(columns(moved_slots[0], slot, chunk, WIDTH).load(sub))
+                    old = ()
+                    for each in gl.static_range(len(moved_slots) - 1):
+                        old = old + (widen(columns(moved_slots[each + 1], slot, chunk, WIDTH).load(sub)),)
+                    new_w, new = UPDATE(g, source, old, h)
+                    finite = gl.abs(g) <= 3.4028234663852886e38
+                    w = gl.where(finite, new_w, source)
+                    columns(moved_slots[0], slot, chunk, WIDTH).store(narrow(w, moved_slots[0].dtype))
+                    for each in gl.static_range(len(moved_slots) - 1):
+                        kept = gl.where(finite, new[each], old[each])
+                        columns(moved_slots[each + 1], slot, chunk, WIDTH).store(
+                            narrow(kept, moved_slots[each + 1].dtype)
+                        )
+                    for each in gl.static_range(len(rounded_slots)):
+                        columns(rounded_slots[each], slot, chunk, WIDTH).store(narrow(w, rounded_slots[each].dtype))
+                # The copy engine reads next what these threads wrote.
+                fence_async_shared()
+                mbarrier.arrive(done.index(slot), count=1)
+                n += STRIDE
+            tiles_left = shifted(tiles_left, UNROLL * CHUNKS)
+        if len(partials) > 0:
+            cell = tile if PINGPONG else 2 * tile + SELF
+            gl.store(partials[0] + cell, gl.sum(squares, 0))
+        job += JOBS
+
+
+@gluon.jit
+def widen(x):
+    """``x`` in fp32. A pair of bf16 takes two instructions; the compiler's own way takes three."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def narrow(x, dtype: gl.constexpr):
+    """fp32 ``x`` rounded to ``dtype``, to nearest even.
+
+    Left to the compiler, the rounding would move into the branches of a select before it, and
+    pairs of values would no longer be rounded by one instruction.
+    """
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,r,r",
+            [x],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(dtype)
+
+
+@gluon.jit
+def all_but(issued, COUNT: gl.constexpr):
+    """Wait for all but the last ``COUNT`` wgmmas; ``issued`` are one or two accumulators."""
+    if len(issued) == 1:
+        return (warpgroup_mma_wait(COUNT, deps=(issued[0],)),)
+    else:
+        return warpgroup_mma_wait(COUNT, deps=(issued[0], issued[1]))
+
+
+@gluon.jit
+def slot_buffers(descriptors, SLOTS: gl.constexpr):
+    buffers = ()
+    for each in gl.static_range(len(descriptors)):
+        d = descriptors[each]
+        buffers = buffers + (gl.allocate_shared_memory(d.dtype, [SLOTS] + d.block_type.shape, d.layout),)
+    return buffers
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(allocated.index(index), count=ARRIVALS)
+    return allocated
+
+
+@gluon.jit(do_not_specialize=["group"])
+def hopper_wgrad_step_kernel(
+    dy0,
+    dy1,
+    dy2,
+    dy3,
+    x0,
+    x1,
+    x2,
+    x3,
+    weight,
+    master,
+    state0,
+    state1,
+    state2,
+    scalars,
+    multiplier,
+    partials,
+    group,
+    RULE: gl.constexpr,
+    OPERAND: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SLOT_BYTES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    UNROLL: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    # What is absent is left out of a tuple: a partition takes no None.
+    dys = () if dy0 is None else (dy0,)
+    dys = dys if dy1 is None else dys + (dy1,)
+    dys = dys if dy2 is None else dys + (dy2,)
+    dys = dys if dy3 is None else dys + (dy3,)
+    xs = () if x0 is None else (x0,)
+    xs = xs if x1 is None else xs + (x1,)
+    xs = xs if x2 is None else xs + (x2,)
+    xs = xs if x3 is None else xs + (x3,)
+    moved = (weight,) if master is None else (master,)
+    rounded = () if master is None else (weight,)
+    moved = moved if state0 is None else moved + (state0,)
+    moved = moved if state1 is None else moved + (state1,)
+    moved = moved if state2 is None else moved + (state2,)
+    multiplier = () if multiplier is None else (multiplier,)
+    partials = () if partials is None else (partials,)
+
+    TILE_O: gl.constexpr = TILE[0]
+    TILE_I: gl.constexpr = TILE[1]
+    PANELS: gl.constexpr = TILE_O // PANEL
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, PANEL], OPERAND)
+    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, TILE_I], OPERAND)
+    a_ring = gl.allocate_shared_memory(OPERAND, [STAGES * PANELS, BLOCK_T, PANEL], a_layout)
+    b_ring = gl.allocate_shared_memory(OPERAND, [STAGES, BLOCK_T, TILE_I], b_layout)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, 1 if PINGPONG else 2)
+
+    moved_slots = slot_buffers(moved, SLOTS)
+    rounded_slots = slot_buffers(rounded, SLOTS)
+    ready = barriers(SLOTS, 1)
+    done = barriers(SLOTS, 1)
+    free = barriers(SLOTS, 1)
+    order = (barriers(2, 1), barriers(2, 1))
+    # The copy engine arrives at these barriers: it must see them initialised.
+    fence_async_shared()
+
+    tokens = ()
+    for segment in gl.static_range(len(dys)):
+        tokens = tokens + (dys[segment].shape[0],)
+    walk = (gl.cdiv(weight.shape[0], TILE_O), gl.cdiv(weight.shape[1], TILE_I), group)
+    stages = (a_ring, b_ring, full, empty)
+    slots = (moved_slots, rounded_slots, ready, done, free)
+    descriptors = (moved, rounded)
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (
+                    walk,
+                    tokens,
+                    stages,
+                    slots,
+                    order,
+                    scalars,
+                    multiplier,
+                    partials,
+                    RULE,
+                    TILE,
+                    PINGPONG,
+                    CHUNKS,
+                    UNROLL,
+                    0,
+                ),
+            ),
+            (
+                consume,
+                (
+                    walk,
+                    tokens,
+                    stages,
+                    slots,
+                    order,
+                    scalars,
+                    multiplier,
+                    partials,
+                    RULE,
+                    TILE,
+                    PINGPONG,
+                    CHUNKS,
+                    UNROLL,
+                    1,
+                ),
+            ),
+            (produce_operands, (walk, (dys, xs), stages, TILE)),
+            (load_slots, (walk, descriptors, slots, TILE, PINGPONG, SLOT_BYTES)),
+            (store_slots, (walk, descriptors, slots, TILE, PINGPONG)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS[0], REGISTERS[1], REGISTERS[1], REGISTERS[1]],
+    )

@@ -1,0 +1,164 @@
+"""The launch of the Hopper kernel: what it can take, its descriptors and its configuration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..formats import state_format_of
+from .hopper_config import CONFIGS, Config, choose_config, fit
+from .hopper_kernel import hopper_wgrad_step_kernel
+from .slot import Segment, Slot
+from .triton_language import TL_DTYPES, compiled_update
+from .triton_wgrad import MAX_SEGMENTS, merge_segments
+
+#: What the kernel's arguments have room for.
+MAX_STATES = 3
+
+#: State formats that are a rounding and nothing else.
+STATE_FORMATS = ("fp32", "bf16")
+
+#: Registers a thread. Three warpgroups start with 168 each; the consumers take what the copying
+#: warps give up. Many segments need more descriptors at hand in the producer.
+MAXNREG = 168
+REGISTERS = (240, 24)
+REGISTERS_MANY_SEGMENTS = (232, 40)
+
+
+def supports(slot: Slot, segments: Sequence[Segment]) -> bool:
+    """Whether the kernel can step ``slot`` from ``segments``, by dtypes, strides and addresses.
+
+    Wants bf16 or fp16 operands of one dtype, some tokens, at most ``MAX_STATES`` states that are
+    stored as they are, and tensors that the copy engine takes (:func:`copyable`).
+
+    Raises:
+        TypeError: a state whose dtype is no format's.
+    """
+    segments = _with_tokens(segments)
+    operands = [tensor for segment in segments for tensor in segment]
+    return (
+        len(segments) > 0
+        and len(slot.states) <= MAX_STATES
+        and all(state_format_of(state).name in STATE_FORMATS for state in slot.states)
+        and len({tensor.dtype for tensor in operands}) == 1
+        and operands[0].dtype in (torch.bfloat16, torch.float16)
+        and all(map(copyable, operands))
+        and all(copyable(tensor) for _, tensor in slot.tensors())
+        # Merged segments are contiguous.
+        and (len(segments) <= MAX_SEGMENTS or all(extent % 8 == 0 for extent in slot.weight.shape))
+        and all(fitted(config, slot) for config in CONFIGS.values())
+    )
+
+
+def copyable(tensor: Tensor) -> bool:
+    """Whether the copy engine takes a matrix as it lies: rows of unit stride, all 16-byte aligned."""
+    size = tensor.element_size()
+    return (
+        tensor.dim() == 2
+        and min(tensor.shape) > 0
+        and max(tensor.shape) < 2**31
+        and tensor.stride(1) == 1
+        and tensor.stride(0) >= tensor.shape[1]
+        and tensor.stride(0) * size % 16 == 0
+        and tensor.stride(0) * size < 2**40
+        and tensor.data_ptr() % 16 == 0
+    )
+
+
+def wgrad_step(
+    slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None, config: Config | None = None
+) -> None:
+    """Launch the step of one weight that :func:`supports` has taken.
+
+    ``slot.norm_sq`` receives the sum over the consumers' tiles of the squares of G, in one order.
+
+    Args:
+        config: instead of the table's, for measurements.
+    """
+    segments = merge_segments(_with_tokens(segments))
+    rows, columns = slot.weight.shape
+    if config is None:
+        config = CONFIGS[choose_config(rows, columns, sum(dy.shape[0] for dy, _ in segments))]
+    config = fitted(config, slot)
+    tiles = config.tiles(rows, columns)
+    partials = None
+    if slot.norm_sq is not None:
+        consumers = 1 if config.pingpong else 2
+        partials = torch.empty(tiles * consumers, dtype=torch.float32, device=slot.weight.device)
+    positional, keywords = arguments(slot, segments, multiplier, partials, config)
+    grid = (min(tiles, _processors(slot.weight.device)),)
+    hopper_wgrad_step_kernel[grid](*positional, **keywords)
+    if partials is not None:
+        slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
+
+
+def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:
+    """The kernel's positional and keyword arguments, for a fitted ``config``."""
+    dys = [_describe(dy, config.block_t, 64) for dy, _ in segments]
+    xs = [_describe(x, config.block_t, config.block_i) for _, x in segments]
+    states = [_describe(state, 64, config.sub_i) for state in slot.states]
+    positional = (
+        *dys,
+        *[None] * (MAX_SEGMENTS - len(dys)),
+        *xs,
+        *[None] * (MAX_SEGMENTS - len(xs)),
+        _describe(slot.weight, 64, config.sub_i),
+        None if slot.master is None else _describe(slot.master, 64, config.sub_i),
+        *states,
+        *[None] * (MAX_STATES - len(states)),
+        slot.scalars,
+        multiplier,
+        partials,
+        config.group,
+    )
+    keywords = {
+        "RULE": (compiled_update(slot.rule), slot.rule.n_scalars),
+        "OPERAND": TL_DTYPES[segments[0][0].dtype],
+        "TILE": (config.block_o, config.block_i),
+        "BLOCK_T": config.block_t,
+        "STAGES": config.stages,
+        "SLOTS": config.slots,
+        "SLOT_BYTES": 64 * config.sub_i * sum(tensor.element_size() for tensor in _read(slot)),
+        "PINGPONG": config.pingpong,
+        "CHUNKS": config.chunks,
+        "UNROLL": config.unroll,
+        "REGISTERS": REGISTERS if len(segments) <= 2 else REGISTERS_MANY_SEGMENTS,
+        "num_warps": 4,
+        "maxnreg": MAXNREG,
+    }
+    return positional, keywords
+
+
+def _with_tokens(segments: Sequence[Segment]) -> list[Segment]:
+    return [segment for segment in segments if segment[0].shape[0]]
+
+
+def _read(slot: Slot) -> tuple[Tensor, ...]:
+    """What a step both reads and writes: the weight or its master, then the states."""
+    return (slot.weight if slot.master is None else slot.master, *slot.states)
+
+
+def fitted(config: Config, slot: Slot) -> Config | None:
+    """``config`` as :func:`fit` makes it for the storage of ``slot``."""
+    read = [tensor.element_size() for tensor in _read(slot)]
+    return fit(config, max(read), sum(tensor.element_size() for _, tensor in slot.tensors()))
+
+
+def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = _shared_layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], TL_DTYPES[dtype])
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,55 @@
+"""Which kernel ``auto`` takes, by device, Triton's version and operands."""
+
+import pytest
+import torch
+
+import forge_megatron.kernels.backend as backends
+from forge_megatron.kernels import choose
+
+
+def clear():
+    backends.is_hopper.cache_clear()
+    backends.has_gluon.cache_clear()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A device of capability 9.0 and a Triton of a given version, neither of which need be there."""
+
+    def pretend(version, capability=(9, 0)):
+        clear()
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+
+    yield pretend
+    clear()
+
+
+def test_auto_takes_the_hopper_kernel_only_where_it_runs(on_hopper):
+    on_hopper("3.6.0")
+    assert choose((4096, 4096), 512, "cuda") == "hopper"
+    assert choose((4096, 4096), 512, "cuda", backend="triton") == "triton"
+    assert choose((4096, 4096), 512, "cuda", accumulator=True) == "triton"
+    assert choose((4096, 4096), 512, "cuda", dtype=torch.float32) == "triton"
+    assert choose((4096, 4097), 512, "cuda") == "triton"
+    assert choose((4096, 4096), 0, "cuda") == "triton"
+    assert choose((4096, 4096), 512, "cpu") == "reference"
+    on_hopper("3.6.0", (8, 0))
+    assert choose((4096, 4096), 512, "cuda") == "triton"
+    with pytest.raises(ValueError, match=r'backend="hopper" needs compute capability 9\.0'):
+        choose((4096, 4096), 512, "cuda", backend="hopper")
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_a_triton_whose_gluon_is_another_falls_back(on_hopper, version):
+    on_hopper(version)
+    assert choose((4096, 4096), 512, "cuda") == "cublas"
+    with pytest.raises(RuntimeError, match=r'backend="hopper" needs Triton from 3\.6 and before 3\.10'):
+        choose((4096, 4096), 512, "cuda", backend="hopper")
+
+
+def test_an_interpreted_triton_has_no_hopper_kernel(on_hopper, monkeypatch):
+    on_hopper("3.6.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose((4096, 4096), 512, "cuda") == "cublas"
