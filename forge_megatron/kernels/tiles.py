@@ -18,7 +18,7 @@ class Tile:
         group: tiles of consecutive rows that run together and share their X in L2.
         parts: column parts in which the epilogue walks the tile: only one part's weight, states
             and master are in registers beside the gradient.
-        num_warps, num_stages: Triton's.
+        num_warps, num_stages, maxnreg: Triton's.
     """
 
     block_o: int
@@ -28,9 +28,11 @@ class Tile:
     parts: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
-LARGE = Tile(128, 128, 64, group=8, parts=4, num_warps=8, num_stages=3)
+#: 128 registers a thread let two programs share a processor: one multiplies while the other steps.
+LARGE = Tile(128, 128, 64, group=8, parts=8, num_warps=8, num_stages=3, maxnreg=128)
 SMALL = Tile(64, 64, 64, group=8, parts=2, num_warps=4, num_stages=4)
 LARGE_FP32 = Tile(128, 64, 16, group=8, parts=2, num_warps=8, num_stages=3)
 SMALL_FP32 = Tile(64, 64, 16, group=8, parts=2, num_warps=4, num_stages=3)

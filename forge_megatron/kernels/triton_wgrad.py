@@ -264,6 +264,7 @@ class _Launch:
             "PRECISION": "tf32" if fp32 and _tf32_allowed() else "ieee",
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
+            "maxnreg": tile.maxnreg,
         }
 
     def partials(self, device: torch.device) -> Tensor:
