@@ -101,7 +101,10 @@ def _named_groups(params: Iterable, names: dict[Tensor, str]) -> list[dict]:
             m if isinstance(m, tuple) else (names[m] if m in names else f"unnamed.{next(strangers)}", m)
             for m in members
         ]
-        named.append({**group, "params": pairs})
+        # torch reads the names off the pairs, where there are any.
+        named.append({**group, "params": pairs} if pairs else {**group, "params": [], "param_names": []})
+    if not any(group["params"] for group in named):
+        raise ValueError("the model has no parameters")
     return named
 
 

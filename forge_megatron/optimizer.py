@@ -14,7 +14,7 @@ from forge_megatron.coverage import Coverage, cover
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.modules import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
-from forge_megatron.parameters import Parameters, named_parameters
+from forge_megatron.parameters import Parameters, joining, named_parameters
 from forge_megatron.state import load_state, new_state
 
 
@@ -99,17 +99,19 @@ class ForgeOptimizer(torch.optim.Optimizer):
     # ---- parameters
 
     def add_param_group(self, param_group: dict) -> None:
-        """Adds parameters, whose states exist from now on; they are stepped from ``.grad``.
+        """Adds parameters, whose states exist from now on; new ones are stepped from ``.grad``.
 
         Raises:
             RuntimeError: a backward is pending.
             ValueError, TypeError: a bad hyperparameter or parameter; nothing has changed then.
         """
         self._expect_nothing_pending("add parameters")
+        self.rule.check({**self.defaults, **param_group})
+        if self._parameters is not None:
+            param_group = joining(param_group, self.param_groups, self.names, self.state)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            self.rule.check(group)
             self._register()
         except Exception:
             self.param_groups.pop()

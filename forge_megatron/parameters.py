@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,30 @@ def named_parameters(groups: list[dict]) -> list[tuple[str, Tensor]]:
         for name, p in zip(names, group["params"], strict=False):
             named.append((name or f"parameter {len(named)}", p))
     return named
+
+
+def joining(group: dict, groups: list[dict], names: Mapping[Tensor, str], trained: Container[Tensor]) -> dict:
+    """``group`` as ``torch.optim`` takes it beside ``groups``.
+
+    Its members are named where the others are. One that is among the others and was frozen so far moves: a
+    model's frozen parameters are in a group from the start.
+    """
+    members = group["params"]
+    members = [members] if isinstance(members, Tensor) else members
+    if isinstance(members, set):
+        return group
+    members = [member if isinstance(member, tuple) else (None, member) for member in members]
+    moving = {p for _, p in members if p in names and p not in trained}
+    for other in groups if moving else ():
+        stays = [index for index, p in enumerate(other["params"]) if p not in moving]
+        for key in ("params", "param_names"):
+            if key in other:
+                other[key] = [other[key][index] for index in stays]
+    if not any("param_names" in other for other in groups):
+        return {**group, "params": [p if name is None else (name, p) for name, p in members]}
+    taken = itertools.count(len(names))
+    named = [(name or names.get(p) or f"unnamed.{next(taken)}", p) for name, p in members]
+    return {**group, "params": named} if named else {**group, "params": [], "param_names": []}
 
 
 class Parameters:
