@@ -5,7 +5,6 @@ Order: :func:`prepare` on the built model, then Float16Module and DDP, then :fun
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
 

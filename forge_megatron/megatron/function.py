@@ -19,10 +19,8 @@ from forge_megatron.linear import Use, open_use
 def _gather_sequence(shard: Tensor, group: dist.ProcessGroup, *, shared: bool, async_op: bool = False):
     """All-gathers ``[s / tp, ..., h]`` along the sequence; ``shared``: into Megatron's one reused buffer."""
     shape = [shard.shape[0] * group.size(), *shard.shape[1:]]
-    if shared:
-        whole = get_global_memory_buffer().get_tensor(shape, shard.dtype, "mpu")
-    else:
-        whole = shard.new_empty(shape)
+    buffer = get_global_memory_buffer()
+    whole = buffer.get_tensor(shape, shard.dtype, "mpu") if shared else shard.new_empty(shape)
     return whole, dist.all_gather_into_tensor(whole, shard.contiguous(), group=group, async_op=async_op)
 
 

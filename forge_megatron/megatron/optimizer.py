@@ -220,6 +220,9 @@ class ForgeChainedOptimizer(ChainedOptimizer):
             optimizer.set_total_norm(self._total_norm)
         return norm
 
+    def count_zeros(self) -> float:
+        return self._forges[0].count_zeros()
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         if not math.isfinite(self._total_norm) and all(optimizer.waits for optimizer in self._forges):

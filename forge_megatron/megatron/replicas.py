@@ -42,7 +42,8 @@ def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor]], tp_group: dis
     dist.all_gather_into_tensor(everywhere, norms, group=tp_group)
     everywhere = everywhere.view(tp_group.size(), -1)
     low, high = everywhere.min(0).values, everywhere.max(0).values
-    unequal = [name for name, apart in zip(untagged, (high - low > _TOLERANCE * high).tolist()) if apart]
+    apart = (high - low > _TOLERANCE * high).tolist()
+    unequal = [name for name, differs in zip(untagged, apart, strict=True) if differs]
     if unequal:
         raise ValueError(
             f"{', '.join(unequal)}: not tagged as tensor-parallel, but the gradients differ over tensor-parallel "

@@ -189,8 +189,8 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, _flag("delay_wgrad_compute"),
     ),
     Switch(
-        "defer_embedding_wgrad_compute", REFUSED, "it adds to a main_grad that an owned head does not have; turn it off",
-        _REFUSED, _flag("defer_embedding_wgrad_compute"),
+        "defer_embedding_wgrad_compute", REFUSED, "it adds to a main_grad that an owned head does not have; "
+        "turn it off", _REFUSED, _flag("defer_embedding_wgrad_compute"),
     ),
     Switch(
         "overlap_moe_expert_parallel_comm", REFUSED, "splits backward into scheduled pieces; turn it off",
@@ -215,7 +215,8 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("log_num_zeros_in_grad", REFUSED, "no gradient is stored to count zeros in; turn it off",
            _REFUSED, _flag("log_num_zeros_in_grad")),
     Switch("qk_clip", REFUSED, "rewrites weights behind the optimizer; turn it off", _REFUSED, _flag("qk_clip")),
-    Switch("optimizer", REFUSED, "FORGE's rule is AdamW; use --optimizer adam", _REFUSED, _other_than("optimizer", "adam")),
+    Switch("optimizer", REFUSED, "FORGE's rule is AdamW; use --optimizer adam",
+           _REFUSED, _other_than("optimizer", "adam")),
     Switch(
         "decoupled_weight_decay", REFUSED, "FORGE's rule is AdamW, whose decay is decoupled; leave it on",
         _REFUSED, lambda facts: False if facts.get("decoupled_weight_decay") is False else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
 from launch import cpu
 
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
@@ -59,6 +61,50 @@ def run(world: int, function: Callable, *args: Any, tp: int | None = None) -> li
             told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
             raise AssertionError(told or str(failure)) from None
         return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
+
+
+class Workers:
+    """Functions of a test module that share one start of the processes, which costs more than they do.
+
+    >>> workers = Workers()
+    >>> @workers
+    ... def _losses(): ...
+    >>> workers.results(2)["_losses"]  # what each rank returned
+    """
+
+    def __init__(self) -> None:
+        self.functions: list[Callable] = []
+
+    def __call__(self, function: Callable) -> Callable:
+        self.functions.append(function)
+        return function
+
+    def results(self, world: int) -> Results:
+        return Results(run(world, _each, [function.__name__ for function in self.functions], self.functions))
+
+
+def _each(names: list[str], functions: list[Callable]) -> dict[str, tuple[bool, Any]]:
+    found = {}
+    for name, function in zip(names, functions, strict=True):
+        try:
+            found[name] = (True, function())
+        except Exception:
+            found[name] = (False, traceback.format_exc())
+        gc.collect()  # what a test leaves behind must not own weights in the next
+    return found
+
+
+class Results:
+    """Raises where a worker raised."""
+
+    def __init__(self, ranks: list[dict[str, tuple[bool, Any]]]):
+        self._ranks = ranks
+
+    def __getitem__(self, name: str) -> list[Any]:
+        failures = [told for succeeded, told in (rank[name] for rank in self._ranks) if not succeeded]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [rank[name][1] for rank in self._ranks]
 
 
 @dataclass
@@ -118,9 +164,10 @@ def transformer_config(case: Case):
 
 
 def layer_spec(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     from launch.attention import FlashCoreAttention
     from launch.norm import norm_class
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     norm = norm_class(config.normalization)
@@ -131,10 +178,11 @@ def layer_spec(config):
 
 def build_model(case: Case, seed: int = 7):
     """A GPT whose initial weights are the same for every tensor-parallel size."""
-    from launch.norm import norm_class
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from launch.norm import norm_class
 
     torch.manual_seed(seed)
     config = transformer_config(case)
@@ -293,6 +341,13 @@ def train(case: Case) -> dict[str, Any]:
 def train_both(case: Case, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Megatron's own optimizer, and FORGE, from the same weights on the same batches."""
     return train(case), train(case.with_forge(**options))
+
+
+def poison(session: Run, value: float) -> None:
+    """Writes ``value`` into the pending gradient of one owned weight, behind autograd's back."""
+    owned = list(session.optimizer.chained_optimizers[0].forge.owned.values())[-1]
+    factors = owned.factors
+    (factors.kept[0].dy if factors.kept else factors.accumulator).data[0, 0] = value
 
 
 def gap(first: list[float], second: list[float]) -> float:

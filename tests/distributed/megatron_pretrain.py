@@ -17,6 +17,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 RESULT = sys.argv.pop(1)
 
 import torch  # noqa: E402  (reads the variable above)
+
 from launch import cpu  # noqa: E402
 
 
@@ -95,9 +96,6 @@ def _forward_step(batches, model):
 def main() -> None:
     cpu.enable("cpu")
     _training_on_cpu()
-    from forge_megatron.megatron.arguments import add_forge_args
-    from forge_megatron.megatron.training import forge_pretrain_hooks
-    from launch.norm import norm_class
     from megatron.core.datasets import utils
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -105,6 +103,10 @@ def main() -> None:
     from megatron.training import pretrain, training
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
+
+    from forge_megatron.megatron.arguments import add_forge_args
+    from forge_megatron.megatron.training import forge_pretrain_hooks
+    from launch.norm import norm_class
 
     utils.compile_helpers = lambda: None  # the index builder of datasets that are not used here
     args = parse_and_validate_args(extra_args_provider=add_forge_args)

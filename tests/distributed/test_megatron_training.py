@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_harness import Case, Run, gap, run, train, train_both
+from megatron_harness import Case, Run, Workers, gap, run, train, train_both
 
 # Gate MG's bound for fp32 over the first 20 steps.
 LOSS = 2e-6
@@ -68,6 +68,15 @@ LONG = Case(steps=20, layers=4, sequence_parallel=True, micro_batches=2)
 LONG_TIED = replace(LONG, tied=True)
 
 
+workers = Workers()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return workers.results(2)
+
+
+@workers
 def _all() -> dict:
     found = {name: train_both(case) for name, case in CASES.items()}
     found["long"] = train_both(LONG)
@@ -76,8 +85,8 @@ def _all() -> dict:
 
 
 @pytest.fixture(scope="module")
-def pairs():
-    return run(2, _all)
+def pairs(results):
+    return results["_all"]
 
 
 @pytest.mark.parametrize("name", [*CASES, "long", "long, tied"])
@@ -102,13 +111,14 @@ def test_a_tight_clip_changes_the_run(pairs):
     assert min(pairs[0]["clip_grad small"][1]["norms"]) > 2 * TIGHT_CLIP
 
 
+@workers
 def _sizes() -> dict:
     names = ("clip_grad small", "sequence_parallel", "tied, micro-batches")
     return {name: train(CASES[name].with_forge()) for name in names}
 
 
-def test_norms_and_losses_do_not_depend_on_the_tensor_parallel_size():
-    one, two, four = run(1, _without_sequence_parallel)[0], run(2, _sizes)[0], run(4, _sizes)[0]
+def test_norms_and_losses_do_not_depend_on_the_tensor_parallel_size(results):
+    one, two, four = run(1, _without_sequence_parallel)[0], results["_sizes"][0], run(4, _sizes)[0]
     for name in one:
         for other in (two, four):
             assert other[name]["norms"] == pytest.approx(one[name]["norms"], rel=1e-5)
@@ -120,6 +130,7 @@ def _without_sequence_parallel() -> dict:
     return {name: train(replace(CASES[name], sequence_parallel=False).with_forge()) for name in names}
 
 
+@workers
 def _bit_equal() -> list:
     case = Case(steps=10, sequence_parallel=True, ddp={"overlap_grad_reduce": True}).with_forge()
     found = []
@@ -135,9 +146,9 @@ def _bit_equal() -> list:
     return found
 
 
-def test_two_runs_are_bit_equal():
+def test_two_runs_are_bit_equal(results):
     """Field row 111."""
-    for first, second in [run(2, _bit_equal)[0]]:
+    for first, second in [results["_bit_equal"][0]]:
         assert first[1]
         for one, two in zip(first, second, strict=True):
             assert one.keys() == two.keys()
@@ -145,13 +156,14 @@ def test_two_runs_are_bit_equal():
                 assert torch.equal(one[name], two[name]), name
 
 
+@workers
 def _multi_token_prediction() -> tuple:
     return train_both(Case(clip=0.0, model={"mtp_num_layers": 1})), train_both(
         Case(tied=True, model={"mtp_num_layers": 1})
     )
 
 
-def test_multi_token_prediction():
-    for theirs, ours in run(2, _multi_token_prediction)[0]:
+def test_multi_token_prediction(results):
+    for theirs, ours in results["_multi_token_prediction"][0]:
         assert gap(theirs["losses"], ours["losses"]) <= LOSS
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
