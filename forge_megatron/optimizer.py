@@ -215,7 +215,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
         """
-        if getattr(self, "grad_scale", None) is not None:
+        if self.__dict__.pop("grad_scale", None) is not None:
             _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
         if gradient_multiplier is not None and not self._plan.waits:
             raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")

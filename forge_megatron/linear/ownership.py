@@ -52,26 +52,37 @@ def expect_steppable(name: str, p: Tensor) -> None:
 
 
 def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises if two different parameters share memory: each would be stepped, and the memory twice.
+    """Raises if two different parameters share memory, or the counter that tells when they were written.
 
     Raises:
         ValueError: names both parameters. One parameter under two names is a tied weight, and fine.
     """
-    spans: dict[int, list[tuple[int, int, str]]] = {}
+    spans: dict[int, list[tuple[int, int, str, Tensor]]] = {}
     for name, tensor in named:
         if tensor.numel() == 0:
             continue
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.storage_offset() * tensor.element_size()
         end = start + (reach + 1) * tensor.element_size()
-        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, name))
+        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, name, tensor))
     for shared in spans.values():
-        shared.sort()
-        for (_, end, first), (start, _, second) in itertools.pairwise(shared):
-            if first == second:
+        shared.sort(key=lambda span: span[:2])
+        for (_, end, first, one), (start, _, second, other) in itertools.pairwise(shared):
+            if one is other:
                 raise ValueError(f"{first} is given twice; it would be stepped twice")
             if start < end:
                 raise ValueError(
                     f"{first} and {second} are different parameters in the same memory, which would be stepped "
                     "twice; tie them by assigning one Parameter object to both modules"
                 )
+            if _share_version(one, other):
+                raise ValueError(
+                    f"{first} and {second} are views of one tensor and share its version counter: an update of "
+                    "one would look like a write to the other; set .data of two parameters to the views instead"
+                )
+
+
+def _share_version(one: Tensor, other: Tensor) -> bool:
+    before = other._version
+    torch.autograd.graph.increment_version(one)
+    return other._version != before
