@@ -14,6 +14,9 @@ BACKENDS = ("auto", "hopper", "cublas", "triton", "reference")
 #: The versions of Triton whose Gluon compiles the Hopper kernel: from the first, before the second.
 GLUON_VERSIONS = ((3, 6), (3, 10))
 
+#: Those on which it has also been run on a GPU, and which "auto" takes.
+RUN_ON_GPU = ((3, 6),)
+
 #: Kernels of the fused weight gradient alone; everything else that they are asked for is portable.
 WGRAD_ONLY = ("hopper", "cublas")
 
@@ -69,14 +72,24 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
 def has_gluon() -> bool:
     """Whether the installed Triton compiles the Hopper kernel: Gluon is never interpreted."""
+    first, end = GLUON_VERSIONS
+    return first <= _triton_version() < end
+
+
+def has_tried_gluon() -> bool:
+    """Whether the Hopper kernel has been run on a GPU with the installed Triton."""
+    return _triton_version() in RUN_ON_GPU
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    """``(major, minor)``; ``(0,)`` where Triton is not installed or is the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return False
+        return (0,)
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        return False
-    first, end = GLUON_VERSIONS
-    return first <= tuple(int(part) for part in version.split(".")[:2]) < end
+        return (0,)
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .backend import has_gluon, is_hopper, resolve_backend
+from .backend import has_tried_gluon, is_hopper, resolve_backend
 from .slot import Segment, Slot
 
 #: Bytes to which the copy engine's rows are aligned.
@@ -52,7 +52,7 @@ def choose(
     aligned = all(extent * dtype.itemsize % ROW_ALIGNMENT == 0 for extent in shape)
     if accumulator or not (half and aligned and tokens and min(shape)) or not is_hopper(torch.device(device)):
         return "triton"
-    return "hopper" if has_gluon() else "cublas"
+    return "hopper" if has_tried_gluon() else "cublas"
 
 
 def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:

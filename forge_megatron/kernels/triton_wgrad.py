@@ -199,6 +199,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             ENCODE=encode,
             N_SCALARS=slot.rule.n_scalars,
             PARTS=launch.parts,
+            maxnreg=launch.maxnreg,
             **launch.options,
         )
     if partials is not None:
@@ -254,6 +255,8 @@ class _Launch:
         wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
         tile = choose_tile(rows, columns, fp32=fp32, aligned=aligned)
         self.parts = tile.parts
+        # More operands take more registers than two programs on one processor leave each other.
+        self.maxnreg = tile.maxnreg if len(segments) == 1 and accumulator is None else None
         self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
         self.options = {
             "BLOCK_O": tile.block_o,
@@ -264,7 +267,6 @@ class _Launch:
             "PRECISION": "tf32" if fp32 and _tf32_allowed() else "ieee",
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
-            "maxnreg": tile.maxnreg,
         }
 
     def partials(self, device: torch.device) -> Tensor:

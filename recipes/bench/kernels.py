@@ -317,6 +317,8 @@ def main() -> int:
             flush=True,
         )
         torch.cuda.empty_cache()
+        # After every cell: what was measured outlives a hang or a time limit.
+        options.out.write_text(json.dumps(log, indent=1))
     log["gpu_after"] = gpu_state()
     log["summary"] = summary(log["cells"])
     log["seconds"] = time.time() - began

@@ -9,7 +9,7 @@ from forge_megatron.kernels import choose
 
 def clear():
     backends.is_hopper.cache_clear()
-    backends.has_gluon.cache_clear()
+    backends._triton_version.cache_clear()
 
 
 @pytest.fixture
@@ -47,6 +47,12 @@ def test_a_triton_whose_gluon_is_another_falls_back(on_hopper, version):
     assert choose((4096, 4096), 512, "cuda") == "cublas"
     with pytest.raises(RuntimeError, match=r'backend="hopper" needs Triton from 3\.6 and before 3\.10'):
         choose((4096, 4096), 512, "cuda", backend="hopper")
+
+
+def test_a_version_that_was_only_compiled_is_taken_by_name_alone(on_hopper):
+    on_hopper("3.9.0")
+    assert choose((4096, 4096), 512, "cuda") == "cublas"
+    assert choose((4096, 4096), 512, "cuda", backend="hopper") == "hopper"
 
 
 def test_an_interpreted_triton_has_no_hopper_kernel(on_hopper, monkeypatch):
