@@ -39,7 +39,7 @@ class Model:
     bias: bool = False
     qk_norm: bool = False
     tied_head: bool = False
-    vocab_size: int | None = None  # None: the tokenizer's; padded to a multiple of 128 * tensor
+    vocab_size: int | None = None  # None: the tokenizer's; padded to a multiple of 128
     dropout: float = 0.0
     init_std: float = 0.02
     dtype: str = "fp32"  # or bf16
@@ -75,7 +75,6 @@ class Batch:
     micro: int = 1  # samples a rank in one forward
     total: int = MISSING  # samples an optimizer step, over all ranks
     per_token_loss: bool = False  # divide by the step's tokens rather than average micro-batches
-    reorder: bool = False  # reverse the samples within a step: same sum, another order
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,7 @@ class Run:
     steps: int = MISSING
     seed: int = 1234
     deterministic: bool = False
+    reorder: bool = False  # samples of a step and hidden channels in another order: only roundings change
     device: str = "auto"  # or cpu, cuda
     check_gpus: bool = True  # ask NVML whether the GPUs are free before starting
     timeout_minutes: float = 10.0  # of a collective

@@ -64,7 +64,7 @@ class StepSampler:
         batch, ranks = self.recipe.batch, self.recipe.parallel.data
         start = step * batch.total
         samples = [i % self.length for i in range(start, start + batch.total)]
-        if batch.reorder:
+        if self.recipe.run.reorder:
             samples.reverse()
         stride = batch.micro * ranks
         own = range(self.rank * batch.micro, batch.total, stride)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,12 @@ _VOCAB_MULTIPLE = 128
 
 
 def padded_vocab_size(recipe: Recipe, tokenizer_size: int) -> int:
-    """The vocabulary, rounded up so that every tensor-parallel rank holds whole tiles of it."""
-    multiple = _VOCAB_MULTIPLE * recipe.parallel.tensor
+    """The vocabulary, rounded up to whole tiles.
+
+    Not to tiles on every rank, as Megatron does: padding has logits too, and the loss would depend on the
+    number of ranks.
+    """
+    multiple = math.lcm(_VOCAB_MULTIPLE, recipe.parallel.tensor)
     asked = recipe.model.vocab_size or tokenizer_size
     return (asked + multiple - 1) // multiple * multiple
 

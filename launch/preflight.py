@@ -5,6 +5,7 @@ Each check raises one ``RecipeError``, whose line begins with the key to change.
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 from pathlib import Path
@@ -102,6 +103,8 @@ def check_sizes(recipe: Recipe) -> None:
     _divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
     if recipe.world_size % parallel.nodes:
         raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks do not divide by {parallel.nodes} nodes")
+    if recipe.run.reorder and model.dropout:
+        raise RecipeError("run.reorder", f"only roundings change, and model.dropout={model.dropout} would too")
     decay = recipe.optimizer.decay_steps or recipe.run.steps
     if recipe.optimizer.warmup_steps >= decay:
         raise RecipeError(
@@ -148,6 +151,24 @@ def _check_forge(recipe: Recipe) -> None:
         formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (ValueError, NotImplementedError) as error:
         raise RecipeError("optimizer.recipe", str(error)) from error
+
+
+def index_builder() -> Path | None:
+    """megatron-core's compiled dataset index builder for this interpreter; None where there is none, as
+    when a wheel for one Python is put on the path of another."""
+    core = importlib.util.find_spec("megatron.core")
+    names = [f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    found = (Path(core.origin).parent / "datasets" / name for name in names)
+    return next((path for path in found if path.is_file()), None)
+
+
+def check_megatron(recipe: Recipe) -> None:
+    try:
+        builder = index_builder()
+    except ModuleNotFoundError as error:
+        raise RecipeError("megatron-core", "not installed: pip install 'megatron-core>=0.16,<0.20'") from error
+    if builder is None:
+        raise RecipeError("megatron-core", "its dataset index builder is not compiled for this Python: reinstall it")
 
 
 def check_tokenizer(recipe: Recipe) -> None:
@@ -270,6 +291,7 @@ def check(recipe: Recipe) -> str:
     """
     check_values(recipe)
     check_sizes(recipe)
+    check_megatron(recipe)
     check_data(recipe)
     check_tokenizer(recipe)
     check_optimizer(recipe)

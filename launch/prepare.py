@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy
 
-from launch import cpu, quiet
+from launch import quiet
 from launch.tokenizer import build_tokenizer
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
@@ -108,7 +108,6 @@ def main(argv: list[str] | None = None) -> int:
     if out is None:
         parser.error("--text needs --out")
     quiet.hush()
-    cpu.enable("cpu")
     files = stdlib_sources() if arguments.stdlib else arguments.text
     description = prepare(files, out, arguments.tokenizer, arguments.valid_every)
     json.dump(description, sys.stdout, indent=2)

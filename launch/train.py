@@ -15,6 +15,7 @@ from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
 from launch.model import build_model
 from launch.optim import build_schedule, gradient_bytes, wrap_and_optimize
+from launch.reorder import permute_hidden
 from launch.state import Progress, restore, sharded_state
 from launch.stop import StopSignals
 from launch.tokenizer import build_tokenizer
@@ -27,6 +28,8 @@ class Trainer:
         self.recipe, self.device = recipe, device
         self.tokenizer = build_tokenizer(recipe.data.tokenizer)
         model = build_model(recipe, self.tokenizer.vocab_size, device)
+        if recipe.run.reorder:
+            permute_hidden(model, recipe.model.hidden_size)
         self.chunks, self.optimizer = wrap_and_optimize(recipe, model)
         self.scheduler = build_schedule(recipe, self.optimizer)
         step.connect(self.chunks, self.optimizer)

@@ -17,7 +17,9 @@ from launch.tokenizer import ByteTokenizer
 
 def recipe(micro=2, total=8, data=1, reorder=False) -> config.Recipe:
     return config.Recipe(
-        batch=config.Batch(micro=micro, total=total, reorder=reorder), parallel=config.Parallel(data=data)
+        batch=config.Batch(micro=micro, total=total),
+        parallel=config.Parallel(data=data),
+        run=config.Run(reorder=reorder),
     )
 
 

@@ -55,6 +55,7 @@ def test_a_good_recipe_passes(load):
         (["parallel.tensor=1"], "parallel.sequence", "above 1"),
         (["data.sequence_length=63"], "data.sequence_length", "parallel.tensor=2"),
         (["batch.total=9"], "batch.total", "batch.micro"),
+        (["run.reorder=true", "model.dropout=0.1"], "run.reorder", "model.dropout=0.1"),
         (["parallel.nodes=3"], "parallel.nodes", "3 nodes"),
         (["optimizer.warmup_steps=10"], "optimizer.warmup_steps", "10 decay steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
@@ -79,6 +80,19 @@ def test_refused_by_key(load, monkeypatch, overrides, key, said):
     error = refusal(load(*overrides))
     assert error.key == key
     assert said in str(error)
+
+
+def test_megatron_core_built_for_another_python(load, monkeypatch):
+    monkeypatch.setattr(preflight.importlib.machinery, "EXTENSION_SUFFIXES", [".cpython-39-other.so"])
+    assert "not compiled for this Python" in str(refusal(load()))
+
+
+def test_no_megatron_core(load, monkeypatch):
+    def find_spec(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", find_spec)
+    assert refusal(load()).key == "megatron-core"
 
 
 def test_a_dataset_of_another_tokenizer(load, tmp_path):

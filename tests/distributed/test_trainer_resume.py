@@ -8,7 +8,9 @@ import shutil
 
 import pytest
 
-from tests.distributed.trainer_runs import Job, write_data
+from tests.distributed.trainer_runs import NO_INDEX_BUILDER, Job, write_data
+
+pytestmark = NO_INDEX_BUILDER
 
 ARMS = {
     "standard": ("optimizer.use_forge=false",),

@@ -7,7 +7,9 @@ import psutil
 import pytest
 
 from launch import checkpoint
-from tests.distributed.trainer_runs import Job, write_data
+from tests.distributed.trainer_runs import NO_INDEX_BUILDER, Job, write_data
+
+pytestmark = NO_INDEX_BUILDER
 
 LONG = ("run.steps=100000", "optimizer.use_forge=false", "optimizer.decay_steps=1000", "data.workers=1")
 
