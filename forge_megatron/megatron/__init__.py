@@ -16,7 +16,7 @@ _HOME = {
     "ForgeMegatronOptimizer": "optimizer",
     "ForgeOptions": "build",
     "ForgeRowParallelLinear": "layers",
-    "convert": "convert",
+    "convert": "conversion",
     "get_forge_optimizer": "build",
     "prepare": "build",
 }

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
 
 from forge_megatron.megatron.checkpoint import Layout
-from forge_megatron.megatron.convert import Conversion, conversion_of, convert, global_names, unwrap
+from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait

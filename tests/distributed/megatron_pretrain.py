@@ -122,7 +122,7 @@ def main() -> None:
     transformer_block.LayerNormImpl = norm_class(args.normalization)
     forge_pretrain_hooks(args, model_config=model_config)
 
-    history = {"losses": [], "norms": [], "skipped": 0}
+    history = {"losses": [], "norms": [], "skipped": 0, "owned": 0}
     train_step = training.train_step
 
     def recorded(*positional, **keywords):
@@ -132,17 +132,27 @@ def main() -> None:
         history["skipped"] += result[1]
         return result
 
+    def counted(*positional, **keywords):
+        model, optimizer, scheduler = setup(*positional, **keywords)
+        for inner in optimizer.chained_optimizers:
+            history["owned"] += len(inner.forge.owned) if hasattr(inner, "forge") else 0
+        return model, optimizer, scheduler
+
+    setup, training.setup_model_and_optimizer = training.setup_model_and_optimizer, counted
     training.train_step = recorded
     training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        _datasets,
-        ModelType.encoder_or_decoder,
-        _forward_step,
-    )
-    if torch.distributed.get_rank() == 0:
-        with open(RESULT, "w") as file:
-            json.dump(history, file)
+    rank = int(os.environ["RANK"])
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            _datasets,
+            ModelType.encoder_or_decoder,
+            _forward_step,
+        )
+    finally:  # --exit-interval ends the process
+        if rank == 0:
+            with open(RESULT, "w") as file:
+                json.dump(history, file)
 
 
 if __name__ == "__main__":

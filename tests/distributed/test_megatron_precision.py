@@ -8,8 +8,9 @@ import pytest
 import torch
 from megatron_harness import Case, Run, Workers, gap, owned_state, poison, train, train_both
 
-# Gate MG's bound for bf16 over the first 20 steps.
-LOSS = 3.8e-4
+# A model this small turns one rounding of a bf16 weight into 1e-3 of loss, so a curve is judged against the
+# distance of Megatron's from its own with the sums of a batch in another order; the moments are judged tightly.
+APART = 2.0
 BF16 = Case(steps=20, dtype=torch.bfloat16, lr=2e-4, sequence_parallel=True, micro_batches=2)
 SCALER = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 3, "hysteresis": 2}
 FP16 = Case(steps=5, dtype=torch.float16, lr=1e-3, optimizer=SCALER)
@@ -23,9 +24,18 @@ def results():
     return workers.results(2)
 
 
+def _reordered(case: Case) -> dict:
+    """Megatron's own run with the samples of each batch swapped: every sum over tokens in another order."""
+    session = Run(case)
+    batch = session.batch
+    session.batch = lambda: {name: rows.flip(0) for name, rows in batch().items()}
+    return session.train()
+
+
 @workers
 def _bf16() -> dict:
     return {
+        "reordered": _reordered(BF16),
         "master": train_both(BF16, recipe="fp32-master"),
         "master, tied, in backward": train_both(
             replace(BF16, tied=True, clip=0.0, micro_batches=1), recipe="fp32-master"
@@ -44,7 +54,9 @@ def bf16(results):
 @pytest.mark.parametrize("name", ["master", "master, tied, in backward"])
 def test_fp32_master_trains_like_megatrons(bf16, name):
     theirs, ours = bf16[name]
-    assert gap(theirs["losses"], ours["losses"]) <= LOSS
+    noise = gap(bf16["master"][0]["losses"], bf16["reordered"]["losses"])
+    assert noise < 5e-3
+    assert gap(theirs["losses"], ours["losses"]) <= APART * noise
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=5e-3)
 
 
@@ -60,7 +72,7 @@ def _moments() -> dict:
     state = theirs.optimizer.chained_optimizers[0].optimizer.state[main]
     start = Run(case).model.get_parameter(name).main_param
     return {
-        "theirs": {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"], "master": main.detach() - start.detach()},
+        "theirs": {**{key: state[key] for key in ("exp_avg", "exp_avg_sq")}, "master": (main - start).detach()},
         "ours": {**owned_state(ours)[name], "master": owned_state(ours)[name]["master"] - start.detach()},
     }
 
@@ -84,13 +96,15 @@ def test_the_default_recipe_is_the_parameters_dtype(bf16):
 
 
 @workers
-def _fp16() -> tuple[dict, dict]:
-    return train_both(FP16, recipe="fp32-master")
+def _fp16() -> tuple[dict, dict, dict]:
+    return *train_both(FP16, recipe="fp32-master"), _reordered(FP16)
 
 
 def test_fp16_trains_like_megatrons(results):
-    theirs, ours = results["_fp16"][0]
-    assert gap(theirs["losses"], ours["losses"]) <= LOSS
+    theirs, ours, reordered = results["_fp16"][0]
+    noise = gap(theirs["losses"], reordered["losses"])
+    assert noise < 1e-3
+    assert gap(theirs["losses"], ours["losses"]) <= APART * noise
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=5e-3)
 
 
