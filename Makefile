@@ -70,7 +70,7 @@ $(VENV)/test.stamp: $(VENV)/run.stamp
 $(VENV)/mcore.stamp: $(VENV)/run.stamp
 	rm -rf $(VENV)/mcore
 	@if $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then version=0.19.2; else version=0.16.1; fi; set -x; \
-	$(PY) -m pip install --quiet --target $(VENV)/mcore --no-deps --only-binary=:all: --python-version 3.12 \
+	$(PY) -m pip install --quiet --target $(VENV)/mcore --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
 	    --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 megatron-core==$$version
 	touch $@
 
