@@ -256,7 +256,8 @@ class _Launch:
         tile = choose_tile(rows, columns, fp32=fp32, aligned=aligned)
         self.parts = tile.parts
         # More operands take more registers than two programs on one processor leave each other.
-        self.maxnreg = tile.maxnreg if len(segments) == 1 and accumulator is None else None
+        few = len(segments) == 1 and accumulator is None and all(t.element_size() <= 2 for t in written)
+        self.maxnreg = tile.maxnreg if few else None
         self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
         self.options = {
             "BLOCK_O": tile.block_o,
