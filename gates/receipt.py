@@ -49,9 +49,12 @@ def code_hash(hashes: dict[str, str]) -> str:
 
 
 def _megatron_version() -> str:
-    """The version of the megatron.core that would be imported, which need not be the installed distribution."""
+    """The version of the megatron.core that would be imported, which need not be the installed distribution.
+
+    0.19 appends the commit of the git repository that encloses it, which for an environment in a checkout is ours.
+    """
     info = _folder_of("megatron.core") / "package_info.py"
-    return runpy.run_path(str(info))["__version__"]
+    return runpy.run_path(str(info))["__version__"].partition("+")[0]
 
 
 def versions() -> dict[str, str]:
