@@ -41,6 +41,8 @@ def _signals_held() -> Iterator[None]:
 
 
 def on_rank_zero(action) -> None:
+    """``action`` on rank 0 once every rank is here; nobody goes on before it is done. Collective."""
+    dist.barrier()
     if dist.get_rank() == 0:
         action()
     dist.barrier()

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -67,9 +68,12 @@ def run(folder: Path, step: int, state: dict) -> None:
     expected, blank = (dict_list_map_outplace(leaf, state) for leaf in (_value, _blank))
     written = checkpoint.save(scratch, step, state, keep=1)
     fault = manifest.fault(written)
-    wrong = [] if fault else differences(expected, checkpoint.load(written, blank))
-    if fault or wrong:
+    wrong: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    if fault is None:
+        dist.all_gather_object(wrong, differences(expected, checkpoint.load(written, blank)))
+    keys = sorted({key for of_a_rank in wrong for key in of_a_rank})
+    if fault or keys:
         raise checkpoint.CheckpointError(
-            f"checkpoint self-test in {scratch}: {fault or 'not read back as written: ' + ', '.join(wrong[:8])}"
+            f"checkpoint self-test in {scratch}: {fault or 'not read back as written: ' + ', '.join(keys[:8])}"
         )
     checkpoint.on_rank_zero(lambda: shutil.rmtree(scratch))

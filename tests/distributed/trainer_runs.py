@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from launch import metrics, preflight
 
@@ -86,9 +89,21 @@ class Job:
     def grad_norms(self) -> dict[int, float]:
         return {record["step"]: record["grad_norm"] for record in metrics.read(self.run_folder, "step")}
 
-    def state(self, step: int) -> dict[str, bytes]:
-        """The bytes of a checkpoint's shards: every weight and optimizer state of every rank, and the RNG."""
-        folder = self.checkpoints / f"step_{step:08d}"
-        shards = sorted(folder.glob("*.distcp"))
-        assert shards, folder
-        return {shard.name: shard.read_bytes() for shard in shards}
+    def state(self, step: int) -> dict:
+        """A checkpoint's values by key, tensors as bytes: weights, optimizer states, schedule, RNG of every rank."""
+        whole = self.folder / f"step_{step}.pt"
+        dcp_to_torch_save(self.checkpoints / f"step_{step:08d}", whole)
+        state = _plain(torch.load(whole, weights_only=False))
+        assert any("exp_avg_sq" in key for key in state)
+        assert any(key.startswith("rng") for key in state)
+        return state
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(member) for member in value]
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
+    return value.getvalue() if isinstance(value, io.BytesIO) else value
