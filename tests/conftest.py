@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    names = ("torch", "triton", "megatron-core")
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+    installed = {it.name: it.version for it in metadata.distributions()}
+    versions = ", ".join(f"{name} {installed.get(name, 'none')}" for name in ("torch", "triton", "megatron-core"))
     terminalreporter.section("machine")
     terminalreporter.line(f"{versions}; {torch.cuda.device_count()} GPUs")
     if not GPU:
