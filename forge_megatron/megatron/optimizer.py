@@ -75,7 +75,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
                 f"gradients are scaled by {factor} after backward, when owned weights have already been "
                 "stepped; set calculate_per_token_loss before the optimizer is built, or pass --forge-update step"
             )
-        self._gradient_scale = factor.float() if isinstance(factor, Tensor) else factor
+        self._gradient_scale = factor.float().reshape(()) if isinstance(factor, Tensor) else factor
 
     def set_total_norm(self, norm: float) -> None:
         """The global norm over all optimizers of the chain; gives the clip coefficient (Megatron's formula)."""
@@ -113,7 +113,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         inverse_scale = 1.0 / self.get_loss_scale() if self._has_loss_scale() else None
         found_inf = self.dense.prepare_grads()
         if inverse_scale is not None:
-            self._gradient_scale = self._gradient_scale * inverse_scale.squeeze()
+            self._gradient_scale = self._gradient_scale * inverse_scale.reshape(())
         self._norms = self._norms * self._gradient_scale
         if not self._replicas_checked and not found_inf:
             expect_equal_replicas(self.layout.dense_parameters(), self.tp_group)

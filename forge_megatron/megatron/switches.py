@@ -150,6 +150,11 @@ SWITCHES: tuple[Switch, ...] = (
         "tests/distributed/test_megatron_training.py::test_multi_token_prediction", _above("mtp_num_layers", 0),
     ),
     Switch(
+        "num_moe_experts", SUPPORTED, "experts and routers stay with Megatron's optimizer; the rest is FORGE's",
+        "tests/distributed/test_megatron_training.py::test_experts_stay_with_megatrons_optimizer",
+        _above("num_moe_experts", 0),
+    ),
+    Switch(
         "LoRA", SUPPORTED, "a frozen base is left alone: no state, no weight-gradient GEMM",
         "tests/distributed/test_megatron_convert.py::test_adapters_on_a_frozen_base", lambda facts: None,
     ),
@@ -183,6 +188,11 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "use_megatron_fsdp", REFUSED, "sharded weights; turn it off", _REFUSED, _flag("use_megatron_fsdp"),
+    ),
+    Switch("use_torch_fsdp2", REFUSED, "sharded weights; turn it off", _REFUSED, _flag("use_torch_fsdp2")),
+    Switch(
+        "save_wgrads_interval", REFUSED, "no weight gradient is stored that could be saved; turn it off",
+        _REFUSED, _above("save_wgrads_interval", 0),
     ),
     Switch(
         "delay_wgrad_compute", REFUSED, "the update is made in backward and nothing is left to delay; turn it off",

@@ -31,6 +31,7 @@ ON = {
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
     "optimizer": "muon",
+    "save_wgrads_interval": 10,
     "decoupled_weight_decay": False,
 }
 OFF = {
@@ -42,6 +43,7 @@ OFF = {
     "fp4": None,
     "cuda_graph_impl": "none",
     "optimizer": "adam",
+    "save_wgrads_interval": None,
     "decoupled_weight_decay": True,
 }
 REFUSED_NAMES = [switch.name for switch in SWITCHES if switch.verdict == REFUSED]

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_harness import Case, Run, Workers, gap, run, train, train_both
+from megatron_harness import Case, Run, Workers, gap, owned_state, run, train, train_both
 
 # Gate MG's bound for fp32 over the first 20 steps.
 LOSS = 2e-6
 TIGHT_CLIP = 0.05
+ATTENTION = ("linear_qkv", "linear_proj")
 
 CASES = {
     "clip_grad": Case(),
@@ -167,3 +168,38 @@ def test_multi_token_prediction(results):
     for theirs, ours in results["_multi_token_prediction"][0]:
         assert gap(theirs["losses"], ours["losses"]) <= LOSS
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+
+
+@workers
+def _mixture_of_experts() -> tuple:
+    import megatron_harness as harness
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    from launch.attention import FlashCoreAttention
+    from launch.norm import norm_class
+
+    def layer_spec(config):
+        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+        norm = norm_class(config.normalization)
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        spec.submodules.self_attention.submodules.core_attention = FlashCoreAttention
+        return spec
+
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
+    case = Case(sequence_parallel=True, model={**experts, "moe_token_dispatcher_type": "allgather"})
+    original, harness.layer_spec = harness.layer_spec, layer_spec
+    moe_utils.te_general_gemm = None  # Transformer Engine's, a mock where it is not installed
+    try:
+        session = Run(case.with_forge())
+        return train_both(case), set(owned_state(session))
+    finally:
+        harness.layer_spec = original
+
+
+def test_experts_stay_with_megatrons_optimizer(results):
+    for (theirs, ours), owned in results["_mixture_of_experts"]:
+        assert gap(theirs["losses"], ours["losses"]) <= LOSS
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+        attention = {f"decoder.layers.{i}.self_attention.{kind}.weight" for i in (0, 1) for kind in ATTENTION}
+        assert owned == attention | {"output_layer.weight"}
