@@ -10,9 +10,7 @@ from forge_megatron.formats import RECIPES
 def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
     """``extra_args_provider`` of ``megatron.training``; compose it with one of your own by calling both."""
     group = parser.add_argument_group("forge", "the optimizer step inside backward")
-    group.add_argument(
-        "--use-forge", action="store_true", help="step the weights of linears inside their backward"
-    )
+    group.add_argument("--use-forge", action="store_true", help="step the weights of linears inside their backward")
     group.add_argument(
         "--forge-recipe",
         choices=sorted(RECIPES),

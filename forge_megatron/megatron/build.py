@@ -106,18 +106,14 @@ def get_forge_optimizer(
     if any(conversion is None for conversion in conversions):
         raise RuntimeError("call forge_megatron.megatron.prepare(model_chunks) before DDP is built")
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
-    facts = _facts(
-        model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode
-    )
+    facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:
         conversion.exclude()
     try:
-        theirs = megatron_optimizer.get_megatron_optimizer(
-            config, model_chunks, config_overrides, **megatron_arguments
-        )
+        theirs = megatron_optimizer.get_megatron_optimizer(config, model_chunks, config_overrides, **megatron_arguments)
     finally:
         for conversion in conversions:
             conversion.include()

@@ -65,9 +65,7 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
             (x,) = ctx.saved_tensors
             if ctx.sequence_parallel:
                 # A factor that waits for step() needs memory of its own: the next layer gathers into "mpu".
-                x, gathering = _gather_sequence(
-                    x, ctx.tp_group, shared=not use.owned.waits, async_op=True
-                )
+                x, gathering = _gather_sequence(x, ctx.tp_group, shared=not use.owned.waits, async_op=True)
 
         # An enclosing autocast region must not cast what the forward computed in.
         with torch.autocast(dy.device.type, enabled=False):
@@ -126,8 +124,6 @@ def owned_parallel_linear(
         x = x.to(dtype)
         bias = bias.to(dtype) if bias is not None else None
     use = open_use(weight)
-    y = OwnedParallelLinearFunction.apply(
-        x, use.ticket, bias, use, allreduce_dgrad, sequence_parallel, tp_group
-    )
+    y = OwnedParallelLinearFunction.apply(x, use.ticket, bias, use, allreduce_dgrad, sequence_parallel, tp_group)
     use.bind(y.grad_fn)
     return y

@@ -51,8 +51,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
             [
                 index
                 for index, p in enumerate(owned)
-                if param_is_not_shared(p)
-                and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, self.tp_group)
+                if param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, self.tp_group)
             ],
             dtype=torch.long,
             device=owned[0].device,
@@ -146,9 +145,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         return self.dense.get_grads_for_grad_norm(grad_norm_group) + owned
 
     def count_zeros(self) -> float:
-        raise NotImplementedError(
-            "log_num_zeros_in_grad: the gradients of owned weights are not stored; turn it off"
-        )
+        raise NotImplementedError("log_num_zeros_in_grad: the gradients of owned weights are not stored; turn it off")
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

@@ -35,9 +35,7 @@ def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor]], tp_group: dis
     if not untagged:
         return
     device = next(iter(named.values()))[0].device
-    norms = torch.stack(
-        [torch.zeros((), device=device) if g is None else g.float().norm() for g in untagged.values()]
-    )
+    norms = torch.stack([torch.zeros((), device=device) if g is None else g.float().norm() for g in untagged.values()])
     everywhere = norms.new_empty(tp_group.size() * len(untagged))
     dist.all_gather_into_tensor(everywhere, norms, group=tp_group)
     everywhere = everywhere.view(tp_group.size(), -1)

@@ -87,6 +87,8 @@ def _other_than(name: str, *harmless: object) -> Callable[[Facts], Any]:
 _REFUSED = "tests/cpu/test_megatron_switches.py::test_refused_by_name"
 _TRAINS = "tests/distributed/test_megatron_training.py::test_trains_like_megatron"
 
+# A row is three lines, so that the table can be read as one.
+# fmt: off
 SWITCHES: tuple[Switch, ...] = (
     Switch(
         "clip_grad", WAITS, "exact global norm over TP, replicated parameters counted once; 0 turns it off",
@@ -232,6 +234,7 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, lambda facts: False if facts.get("decoupled_weight_decay") is False else None,
     ),
 )
+# fmt: on
 
 
 def switched_on(verdict: str, facts: Facts) -> list[tuple[Switch, Any]]:

@@ -252,9 +252,7 @@ class Run:
                 use_gloo_process_groups=False,
             )
         else:
-            self.optimizer = get_megatron_optimizer(
-                optimizer_config, [self.chunk], use_gloo_process_groups=False
-            )
+            self.optimizer = get_megatron_optimizer(optimizer_config, [self.chunk], use_gloo_process_groups=False)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         config.no_sync_func = self.chunk.no_sync

@@ -101,9 +101,7 @@ def test_a_run_with_forge_resumes_in_one_without_and_the_reverse(tmp_path):
 
 @needs_training
 def test_a_switch_that_is_not_built_is_refused_by_name(tmp_path):
-    told = _pretrain(
-        tmp_path / "refused", "--train-iters", "1", "--use-forge", "--log-num-zeros-in-grad", refused=True
-    )
+    told = _pretrain(tmp_path / "refused", "--train-iters", "1", "--use-forge", "--log-num-zeros-in-grad", refused=True)
     assert "FORGE does not train with these Megatron switches yet" in told
     assert "log_num_zeros_in_grad=True" in told
 
