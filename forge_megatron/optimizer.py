@@ -224,6 +224,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ledger.expect_usable()
+        self._gradients.expect_zeroed()
         self.before_updates()
         pending = self._pending()
         updated = next((owned for owned in self.owned.values() if owned.updated), None)

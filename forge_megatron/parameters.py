@@ -47,6 +47,10 @@ def joining(group: dict, groups: list[dict], names: Mapping[Tensor, str], traine
     return {**group, "params": named} if named else {**group, "params": [], "param_names": []}
 
 
+def _place(p: Tensor) -> tuple[int, int]:
+    return p._version, p.data_ptr()
+
+
 class Parameters:
     """Slots for every parameter, with hyperparameters and gradient norms in device memory.
 
@@ -68,7 +72,8 @@ class Parameters:
         self.slots: dict[Tensor, Slot] = {}
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._written: list[tuple[float, ...]] | None = None
-        self._versions: dict[Tensor, int] = {}
+        # Where and when each weight with a master was last written by a step.
+        self._written_at: dict[Tensor, tuple[int, int]] = {}
         members: dict[torch.device, list[Tensor]] = {}
         for p in self.all:
             members.setdefault(p.device, []).append(p)
@@ -88,8 +93,6 @@ class Parameters:
         states = tuple(state[name] for name in self._rule.states)
         scalars, norm = self._rows[p]
         self.slots[p] = Slot(self._rule, p, states, scalars, state.get("master"), norm, self.labels[p])
-        if "master" in state:
-            self._versions[p] = p._version
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""
@@ -153,15 +156,17 @@ class Parameters:
 
     def close_window(self) -> None:
         self._written = None
-        self._versions = {p: p._version for p, slot in self.slots.items() if slot.master is not None}
+        self._written_at = {p: _place(p) for p, slot in self.slots.items() if slot.master is not None}
 
     @torch.no_grad()
     def _refresh_masters(self) -> None:
-        """A weight that was written since the last step (a loaded checkpoint) gives its master the new value."""
-        for p, version in self._versions.items():
-            if p._version != version:
-                master = self.slots[p].master
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+        """A weight that was written since the last step (a loaded checkpoint) gives its master the new value.
+
+        Before the first step every weight is compared; later a copy into ``weight.data`` leaves no trace.
+        """
+        for p, slot in self.slots.items():
+            if slot.master is not None and self._written_at.get(p) != _place(p):
+                slot.master.copy_(torch.where(slot.master.to(p.dtype) == p, slot.master, p.float()))
 
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter, fp32 ``[parameters]``, in the order of the groups, on the first device."""

@@ -36,9 +36,13 @@ class OwnedLinearFunction(torch.autograd.Function):
             dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
             if wanted:
                 (x,) = ctx.saved_tensors
-                # A leaf is the user's, who may write the next batch into it.
-                use.deliver(rows, _rows(x), borrowed=x.is_leaf)
+                use.deliver(rows, _rows(x), borrowed=_is_callers(x))
         return dx, None, dbias, None
+
+
+def _is_callers(x: Tensor) -> bool:
+    """Autograd did not make it: an input, into which the next batch may be written, or another weight."""
+    return (x._base if x._is_view() else x).is_leaf
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -33,6 +33,19 @@ class GraphTask:
     running: weakref.ref[Callable[[], None]]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a weight's gradient in one graph task.
+
+    Attributes:
+        waits: it is kept to ``step()``.
+        micro_batch: the number, from 1, of the window's micro-batch that it belongs to.
+    """
+
+    waits: bool
+    micro_batch: int
+
+
 class Client(Protocol):
     """What the pre-flight asks of the optimizer."""
 
@@ -66,7 +79,6 @@ class Ledger:
         self._client = weakref.ref(client)
         self.owned: list[OwnedWeight] = []
         self.task_count = 0
-        self._micro_batch = 0
         self._tasks: dict[int, GraphTask] = {}
         self._broken: str | None = None
         _ledgers.add(self)
@@ -120,7 +132,6 @@ class Ledger:
         """After ``step()``."""
         for owned in self.owned:
             owned.clear()
-        self._micro_batch = 0
         self._tasks.clear()
 
     def discard_window(self) -> None:
@@ -168,7 +179,7 @@ class Ledger:
 
     # ---- the pre-flight
 
-    def examine(self, first: Use) -> tuple[dict[OwnedWeight, bool], int]:
+    def examine(self, first: Use) -> dict[OwnedWeight, Verdict]:
         """Reads the running graph task. Changes nothing.
 
         Args:
@@ -176,15 +187,13 @@ class Ledger:
                 will execute; a root runs before every other node, so it is this use if it is one.
 
         Returns:
-            For each owned weight whose gradient is wanted, whether it must wait; and the micro-batch
-            number that this graph task belongs to.
+            For each owned weight whose gradient is wanted, what becomes of it.
 
         Raises:
             RuntimeError: an update in this graph task could not be exact.
         """
-        verdicts: dict[OwnedWeight, bool] = {}
+        verdicts: dict[OwnedWeight, Verdict] = {}
         left_out = None
-        micro_batch = self._micro_batch
         for owned in self.owned:
             alive = owned.live_uses()
             here = [use for use in alive if use is first or use.runs_here()]
@@ -196,8 +205,9 @@ class Ledger:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             owned.check_layout()
-            if any(use.opened >= self.task_count and not use.recomputed for use in here):
-                micro_batch = self._micro_batch + 1
+            # Several graphs of forwards that were run before the first backward are one micro-batch.
+            new = any(use.opened >= owned.examined and not use.recomputed for use in here)
+            micro_batch = owned.micro_batches + new
             if owned.updated:
                 raise RuntimeError(
                     f"{owned.name}: a second backward before step(), but the weight has already been updated; "
@@ -205,32 +215,33 @@ class Ledger:
                 )
             for use in here:
                 use.expect_current()
-            verdicts[owned] = (
+            if self.micro_batches is not None and micro_batch > self.micro_batches:
+                raise RuntimeError(
+                    f"{owned.name}: backward number {micro_batch} since the last step(), with accumulation_steps="
+                    f"{self.micro_batches}; call step() after each window, or attach with more accumulation_steps"
+                )
+            waits = (
                 self.waits
                 or owned.waits
                 or owned.weight.grad is not None
                 or owned.has_unfinished(here, alive)
                 or owned.plain_consumer_runs()
             )
+            verdicts[owned] = Verdict(waits, micro_batch)
         if left_out is not None:
             self._client().expect_no_gradient_asked_for(left_out)
         if verdicts:
             self._client().expect_ready()
-            if self.micro_batches is not None and micro_batch > self.micro_batches:
-                raise RuntimeError(
-                    f"backward number {micro_batch} since the last step(), with accumulation_steps="
-                    f"{self.micro_batches}; call step() after each window, or attach with more accumulation_steps"
-                )
-        return verdicts, micro_batch
+        return verdicts
 
-    def commit(self, task: int, verdicts: dict[OwnedWeight, bool], micro_batch: int, finished) -> None:
+    def commit(self, task: int, verdicts: dict[OwnedWeight, Verdict], finished: Callable[[], None]) -> None:
         self._tasks[task] = GraphTask(frozenset(verdicts), weakref.ref(finished))
         if verdicts:
             self.task_count += 1
-            self._micro_batch = micro_batch
-        for owned, waits in verdicts.items():
-            owned.waits = waits
-        if not all(verdicts.values()):
+        for owned, verdict in verdicts.items():
+            owned.waits, owned.micro_batches = verdict.waits, verdict.micro_batch
+            owned.examined = self.task_count
+        if not all(verdict.waits for verdict in verdicts.values()):
             self._client().before_updates()
 
     def finish(self, task: int) -> None:
@@ -250,6 +261,6 @@ def _preflight(task: int, first: Use) -> None:
             if ledger is not None:
                 ledger.finish(task)
 
-    for ledger, (verdicts, micro_batch) in zip(ledgers, findings, strict=True):
-        ledger.commit(task, verdicts, micro_batch, finished)
+    for ledger, verdicts in zip(ledgers, findings, strict=True):
+        ledger.commit(task, verdicts, finished)
     torch.autograd.Variable._execution_engine.queue_callback(finished)

@@ -93,6 +93,8 @@ class OwnedWeight:
         factors: the kept ``(dY, X)`` pairs and the accumulator of a weight that waits for ``step()``.
         waits: it waits for ``step()`` in this window.
         updated: it has been stepped in this window.
+        micro_batches: of this window, that its gradient is the sum of so far.
+        examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
     """
 
@@ -113,6 +115,7 @@ class OwnedWeight:
         self._shadow_version = weight._version
         self._layout = (weight.dtype, weight.device, weight.shape)
         self.bypassed = False
+        self.examined = 0
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
@@ -121,6 +124,7 @@ class OwnedWeight:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
         self.factors.clear()
         self.waits = self.updated = False
+        self.micro_batches = 0
         self.updated_version: int | None = None
 
     def release(self) -> None:
