@@ -9,6 +9,7 @@ did not learn.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -55,8 +56,9 @@ class Arm:
 
 
 def gaps(one: Arm, other: Arm) -> tuple[float, float]:
-    """The largest distance of two loss curves in the first ``EARLY`` steps, and after them."""
+    """The largest distance of two loss curves in the first ``EARLY`` steps, and after them; NaN is infinitely far."""
     gap = {step: abs(loss - other.losses[step]) for step, loss in one.losses.items()}
+    gap = {step: math.inf if math.isnan(value) else value for step, value in gap.items()}
     early = max(value for step, value in gap.items() if step <= EARLY)
     return early, max(value for step, value in gap.items() if step > EARLY)
 
@@ -71,8 +73,6 @@ def prepare(prefix: Path) -> dict:
 
 
 def plot(path: Path, arms: dict[str, Arm], unigram_bits: float) -> None:
-    from math import log
-
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +80,7 @@ def plot(path: Path, arms: dict[str, Arm], unigram_bits: float) -> None:
 
     figure, (curves, distance) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7), height_ratios=(2, 1))
     for (name, arm), style in zip(arms.items(), ("-", "--", ":"), strict=True):
-        curves.plot(arm.losses.keys(), [loss / log(2) for loss in arm.losses.values()], style, label=name)
+        curves.plot(arm.losses.keys(), [loss / math.log(2) for loss in arm.losses.values()], style, label=name)
         if name != "standard":
             gap = [abs(loss - arms["standard"].losses[step]) for step, loss in arm.losses.items()]
             distance.plot(arm.losses.keys(), gap, style, label=f"{name} - standard")

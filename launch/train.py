@@ -110,6 +110,8 @@ class Trainer:
             sums, norm = self._step(islice(batches, recipe.micro_batches))
             loss, stopping = step.reduce(sums, stop.requested)
             seconds = time.perf_counter() - begun
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"loss {loss} at step {number}; the checkpoints before it are kept")
             self.progress = Progress(number, self.progress.horizon, self.progress.ranks)
             lr = self.optimizer.param_groups[0]["lr"]
             memory = peak_memory_bytes(self.device)

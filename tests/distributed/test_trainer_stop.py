@@ -118,3 +118,10 @@ def test_a_folder_that_cannot_be_saved_to_fails_after_the_first_step(data, tmp_p
     job.checkpoints.write_text("in the way")
     job.run(code=1)
     assert set(job.losses()) == {1}
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint_of_it(data, tmp_path):
+    job = Job(tmp_path, data, ("optimizer.use_forge=false", "optimizer.lr=1e30", "checkpoint.every=1", "run.steps=50"))
+    said = job.run(code=1)
+    assert "FloatingPointError: loss" in said
+    assert checkpoint.step_of(checkpoint.found(job.checkpoints)[0]) == max(job.losses())
