@@ -1,7 +1,6 @@
 """What every test shares: the interpreter for Triton where there is no GPU, and markers by folder."""
 
 import os
-from importlib import metadata
 from pathlib import Path
 
 import pytest
