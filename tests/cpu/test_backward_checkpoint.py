@@ -1,5 +1,7 @@
 """Checkpointed blocks, reentrant or not: one update, from all uses, by the old weight."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -16,14 +18,13 @@ def leaf(*shape):
     return batch(*shape).requires_grad_()
 
 
-@backends
 @both
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("training", "backend"), [(True, "reference"), (False, "reference"), (True, "triton")])
 def test_a_checkpointed_stack(backend, reentrant, training):
     pair = Pair(mlp(6, 8, 8, 4), backend=backend)
     pair.model.train(training), pair.twin.train(training)
     x = leaf(5, 6)
-    for _ in range(3):
+    for _ in range(2):
         pair.train(lambda model: checkpoint(model, x, use_reentrant=reentrant).square().mean())
     pair.expect_equal()
 
@@ -39,10 +40,15 @@ def test_without_anything_else_a_checkpointed_weight_is_updated_in_backward(back
     assert optimizer.owned[model[0].weight].updated
 
 
-@backends
 @both
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("checkpointed", ["first", "second", "both"])
+@pytest.mark.parametrize(
+    ("checkpointed", "training", "backend"),
+    [
+        *itertools.product(["first", "second", "both"], [True, False], ["reference"]),
+        ("first", True, "triton"),
+        ("both", False, "triton"),
+    ],
+)
 def test_a_layer_that_is_shared_with_a_plain_call(backend, reentrant, training, checkpointed):
     pair = Pair(mlp(6, 6), backend=backend)
     pair.model.train(training), pair.twin.train(training)
@@ -53,7 +59,7 @@ def test_a_layer_that_is_shared_with_a_plain_call(backend, reentrant, training, 
             return checkpoint(model, h, use_reentrant=reentrant)
         return model(h)
 
-    for _ in range(3):
+    for _ in range(2):
         pair.train(lambda model: call(model, torch.tanh(call(model, x, "first")), "second").square().mean())
     pair.expect_equal()
 
@@ -63,7 +69,7 @@ def test_a_layer_that_is_shared_with_a_plain_call(backend, reentrant, training, 
 def test_a_layer_that_is_called_twice_inside_one_block(backend, reentrant):
     pair = Pair(mlp(6, 6), backend=backend)
     x = leaf(5, 6)
-    for _ in range(3):
+    for _ in range(2):
         pair.train(
             lambda model: checkpoint(lambda h: model(torch.tanh(model(h))), x, use_reentrant=reentrant).square().mean()
         )
@@ -81,7 +87,7 @@ def test_nested_blocks(backend, reentrant):
         # model[0] again: once in the inner block and once in the outer.
         return model[4](torch.tanh(model[0](torch.tanh(inner))))
 
-    for _ in range(3):
+    for _ in range(2):
         pair.train(lambda model: checkpoint(outer, model, x, use_reentrant=reentrant).square().mean())
     pair.expect_equal()
 
@@ -104,7 +110,7 @@ def test_a_reentrant_block_inside_a_non_reentrant_one(backend):
 def test_zero_grad_between_a_checkpointed_forward_and_its_backward(backend, reentrant):
     pair = Pair(mlp(6, 6), backend=backend)
     x = leaf(5, 6)
-    for _ in range(3):
+    for _ in range(2):
         for model, optimizer in pair.sides():
             loss = model(torch.tanh(checkpoint(model, x, use_reentrant=reentrant))).square().mean()
             optimizer.zero_grad()
@@ -144,7 +150,7 @@ def test_accumulation_over_checkpointed_micro_batches(backend, reentrant):
 def test_checkpoint_sequential(reentrant):
     pair = Pair(mlp(6, 8, 8, 8, 4))
     x = leaf(5, 6)
-    for _ in range(3):
+    for _ in range(2):
         pair.train(lambda model: checkpoint_sequential(model, 3, x, use_reentrant=reentrant).square().mean())
     pair.expect_equal()
 

@@ -101,11 +101,9 @@ def _train_elsewhere(model, queue):
     queue.put([p.grad is not None for p in model.parameters()] + [type(model[0]) is nn.Linear])
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_spawned_process_gets_an_ordinary_model(steps):  # field log row 81
+def test_a_spawned_process_gets_an_ordinary_model():  # field log row 81
     pair = Pair(mlp(6, 8, 4))
-    for _ in range(steps):
-        pair.train(mean_square(batch(5, 6)))
+    pair.train(mean_square(batch(5, 6)))
     context = mp.get_context("spawn")
     queue = context.Queue()
     before = snapshot(pair.model, pair.optimizer)

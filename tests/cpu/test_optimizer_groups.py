@@ -72,7 +72,6 @@ def test_a_scheduler_scales_every_groups_own_rate(backend):  # field log row 90
         assert abs(moved - lr) <= 1e-3 * lr + 1e-7
 
 
-@backends
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -84,9 +83,9 @@ def test_a_scheduler_scales_every_groups_own_rate(backend):  # field log row 90
     ],
     ids=["LambdaLR", "OneCycleLR", "CosineAnnealingLR", "ReduceLROnPlateau", "CyclicLR"],
 )
-def test_torchs_schedulers_drive_it(backend, schedule):  # field log row 91
+def test_torchs_schedulers_drive_it(schedule):  # field log row 91
     """OneCycleLR and CyclicLR move the betas too."""
-    pair = Pair(mlp(6, 8, 4), backend=backend)
+    pair = Pair(mlp(6, 8, 4))
     schedules = [schedule(optimizer) for _, optimizer in pair.sides()]
     for seed in range(5):
         pair.train(mean_square(batch(5, 6, seed=seed)))
