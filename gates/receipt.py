@@ -53,6 +53,8 @@ def _megatron_version() -> str:
 
     0.19 appends the commit of the git repository that encloses it, which for an environment in a checkout is ours.
     """
+    if importlib.util.find_spec("megatron") is None:
+        return "none"
     info = _folder_of("megatron.core") / "package_info.py"
     return runpy.run_path(str(info))["__version__"].partition("+")[0]
 

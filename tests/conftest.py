@@ -39,9 +39,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    installed = {it.name: it.version for it in metadata.distributions()}
-    versions = ", ".join(f"{name} {installed.get(name, 'none')}" for name in ("torch", "triton", "megatron-core"))
+    # What is imported, which with a megatron-core put in front is not what is installed.
+    from gates.receipt import versions
+
+    there = ", ".join(f"{name} {version}" for name, version in versions().items())
     terminalreporter.section("machine")
-    terminalreporter.line(f"{versions}; {torch.cuda.device_count()} GPUs")
+    terminalreporter.line(f"{there}; {torch.cuda.device_count()} GPUs")
     if not GPU:
         terminalreporter.line("NOT RUN: tests marked gpu (tests/gpu), because this machine has no CUDA device")

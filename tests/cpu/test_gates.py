@@ -293,6 +293,16 @@ def test_the_version_is_that_of_the_megatron_that_is_imported(tmp_path):
     assert out.strip() == "0.17.3"
 
 
+def test_the_version_of_what_is_absent_is_none():
+    code = (
+        "import sys, importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name == 'megatron' else find(name)\n"
+        "from gates.receipt import versions; print(versions()['megatron-core'])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert out.strip() == "none"
+
+
 # ---- processes
 
 
