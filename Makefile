@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 # A file's tests share what it sets up; the long files come first (tests/conftest.py), so that both ends come together.
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help env demo gates test test-core test-mcore test-py312 lint clean
+.PHONY: help env demo gates test test-core test-other test-mcore lint clean
 help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
 
@@ -28,25 +28,26 @@ demo: $(VENV)/run.stamp
 gates: $(VENV)/run.stamp
 	$(PY) -m gates
 
-test: test-core test-mcore test-py312
+test: test-core test-other
 
 test-core: $(VENV)/test.stamp
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The version of megatron-core that the environment does not have, from its wheel. The newer one asks for Python 3.12
-# only for megatron.training: megatron.core is unpacked and put in front, and runs under 3.11 as well.
-test-mcore: $(VENV)/test.stamp $(VENV)/mcore.stamp
-	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PYTEST) -m megatron $(PYTEST_ARGS)
-
-# megatron-core 0.19 where it belongs, with megatron.training: an environment of its own, where there is a python3.12.
+# The tests that depend on megatron-core, on the version that $(VENV) does not have: 0.19 in a Python 3.12 environment,
+# with megatron.training, where there is a python3.12; else from an unpacked wheel.
 PYTHON312 ?= $(shell for p in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12*/bin/python3.12; do \
 	$$p -c '' 2>/dev/null && command -v $$p && break; done)
-test-py312: $(VENV)/test.stamp
+test-other: $(VENV)/test.stamp
 	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
-	    echo "test-py312: $(VENV) is Python 3.12 or later, with megatron-core 0.19: nothing left to run"; \
+	    $(MAKE) --no-print-directory test-mcore; \
 	elif [ -z "$(PYTHON312)" ]; then \
-	    echo "test-py312: NOT RUN, no python3.12 on this machine (PYTHON312=... names one): megatron.training was not tested"; \
+	    $(MAKE) --no-print-directory test-mcore && \
+	    echo "NOT RUN: megatron.training 0.19, for want of a python3.12 (PYTHON312=... names one)"; \
 	else $(MAKE) --no-print-directory VENV=.venv-py312 PYTHON=$(PYTHON312) test-megatron; fi
+
+# 0.19 asks for Python 3.12 only for megatron.training: megatron.core is unpacked, put in front, and runs under 3.11 too.
+test-mcore: $(VENV)/test.stamp $(VENV)/mcore.stamp
+	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PYTEST) -m megatron $(PYTEST_ARGS)
 
 .PHONY: test-megatron
 test-megatron: $(VENV)/test.stamp
