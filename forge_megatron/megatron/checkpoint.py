@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -107,10 +108,12 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
                     keys = {**defaults, **counted, **forge.param_groups[forge_at[id(parameter)][0]]}
             else:
                 stepped = _stepped(parameter)
-                state[position] = dict(optimizer.dense.optimizer.state.get(stepped, {}))
+                # Before the first step torch has no state, which a checkpoint could not be loaded without.
+                held = optimizer.dense.optimizer.state.get(stepped)
+                state[position] = dict(held or {name: torch.zeros_like(stepped) for name in forge.rule.states})
                 keys = dense_groups[dense_at[id(stepped)][0]]
         groups.append({k: v for k, v in keys.items() if k not in ("params", "param_names")} | {"params": ids})
-    return {"state": {position: entry for position, entry in state.items() if entry}, "param_groups": groups}
+    return {"state": state, "param_groups": groups}
 
 
 def _fp32_copies(optimizer: ForgeMegatronOptimizer, *, is_loading: bool) -> list[list[tuple[int, Any]]]:

@@ -194,6 +194,8 @@ class ForgeChainedOptimizer(ChainedOptimizer):
 
     Megatron without a loss scaler would write the NaN into every weight. A step that is skipped here changes
     no weight, state or step count, and Megatron's loop counts it among the skipped iterations.
+    Where weights were stepped in backward nothing is left to skip: a coordinate whose gradient was not finite
+    kept its weight and state there, and Megatron's own parameters fare as without FORGE.
     """
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer]):

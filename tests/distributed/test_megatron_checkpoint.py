@@ -10,6 +10,9 @@ import pytest
 import torch
 from megatron_harness import Case, Run, gap, load, load_schedule, owned_state, run, save
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 LOSS = 2e-6
 PLAIN = Case(sequence_parallel=True)
 FORGE = PLAIN.with_forge()
@@ -157,6 +160,21 @@ def test_a_damaged_state_is_refused_before_anything_changes():
     for kind in ("state", "moment", "shape"):
         assert found["name"] in found["errors"][kind]
     assert found["same"]
+
+
+def _before_the_first_step(folder: str) -> tuple[dict, dict]:
+    session = Run(FORGE)
+    save(session, folder)
+    again = Run(FORGE)
+    load(again, folder)
+    again.schedule.step(1 - again.schedule.num_steps)
+    return session.train(3), again.train(3)
+
+
+def test_a_checkpoint_before_the_first_step_loads(tmp_path):
+    """Field row 130: a save that would fail fails at the start."""
+    for straight, resumed in run(2, _before_the_first_step, str(tmp_path)):
+        assert straight["losses"] == resumed["losses"]
 
 
 def _frozen_for_a_while(folder: str) -> tuple[dict, dict, str]:

@@ -8,6 +8,9 @@ import pytest
 import torch
 from megatron_harness import Case, Run, Workers, build_model, gap, owned_state, transformer_config
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 FORGE = Case(layers=4, clip=0.0)
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 workers = Workers()

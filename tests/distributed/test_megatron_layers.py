@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from megatron_harness import Case, Workers, run, transformer_config
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 HIDDEN, INNER, SEQUENCE, BATCH, STEPS = 24, 48, 8, 3, 4
 LR, DECAY = 1e-2, 0.1
 workers = Workers()

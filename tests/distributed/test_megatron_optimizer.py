@@ -8,6 +8,9 @@ import pytest
 import torch
 from megatron_harness import BATCH, SEQUENCE, Case, Run, Workers, gap, owned_state, poison, run, train
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 FORGE = Case(sequence_parallel=True).with_forge()
 BACKWARD = replace(FORGE, clip=0.0)
 workers = Workers()

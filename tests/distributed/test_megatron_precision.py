@@ -8,6 +8,9 @@ import pytest
 import torch
 from megatron_harness import Case, Run, Workers, gap, owned_state, poison, train, train_both
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 # A model this small turns one rounding of a bf16 weight into 1e-3 of loss, so a curve is judged against the
 # distance of Megatron's from its own with the sums of a batch in another order; the moments are judged tightly.
 APART = 2.0

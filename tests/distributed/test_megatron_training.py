@@ -8,6 +8,9 @@ import pytest
 import torch
 from megatron_harness import Case, Run, Workers, gap, owned_state, run, train, train_both
 
+# The processes of a file start once and share the machine with others.
+pytestmark = pytest.mark.timeout(900)
+
 # Gate MG's bound for fp32 over the first 20 steps.
 LOSS = 2e-6
 TIGHT_CLIP = 0.05
