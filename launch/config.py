@@ -142,6 +142,11 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
 
+    def get(self, key: str) -> Any:
+        """The value of ``section.name``."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     @property
     def world_size(self) -> int:
         return self.parallel.tensor * self.parallel.data

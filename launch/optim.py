@@ -105,14 +105,17 @@ _SCHEDULE_KEYS = {
 }
 
 
-def load_schedule(scheduler: OptimizerParamScheduler, saved: dict) -> None:
-    """Continue ``saved``.
+def load_schedule(scheduler: OptimizerParamScheduler, saved: dict, groups: list[dict]) -> None:
+    """Continue ``saved``; ``groups`` are the checkpoint's param groups, which hold the schedule's ends too.
 
     Raises:
         RecipeError: the recipe's schedule is another one, and checkpoint.override_schedule is off.
     """
     ours = scheduler.state_dict()
-    if not scheduler.override_opt_param_scheduler:
+    if scheduler.override_opt_param_scheduler:
+        for group in groups:
+            group.update(max_lr=scheduler.max_lr, min_lr=scheduler.min_lr)
+    else:
         for name, key in _SCHEDULE_KEYS.items():
             if ours[name] != saved[name]:
                 raise RecipeError(

@@ -59,26 +59,21 @@ _NOT_NEGATIVE = (
 )
 
 
-def _get(recipe: Recipe, key: str):
-    section, name = key.split(".")
-    return getattr(getattr(recipe, section), name)
-
-
 def check_values(recipe: Recipe) -> None:
     for key, choices in _CHOICES.items():
-        if _get(recipe, key) not in choices:
-            raise RecipeError(key, f"{_get(recipe, key)!r} is none of {', '.join(choices)}")
+        if recipe.get(key) not in choices:
+            raise RecipeError(key, f"{recipe.get(key)!r} is none of {', '.join(choices)}")
     for key in _POSITIVE:
-        value = _get(recipe, key)
+        value = recipe.get(key)
         if value is not None and not value > 0:
             raise RecipeError(key, f"{value} must be above 0")
     for key in _NOT_NEGATIVE:
-        if not _get(recipe, key) >= 0:
-            raise RecipeError(key, f"{_get(recipe, key)} must not be negative")
+        if not recipe.get(key) >= 0:
+            raise RecipeError(key, f"{recipe.get(key)} must not be negative")
 
 
 def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
-    value = _get(recipe, key)
+    value = recipe.get(key)
     if value % divisor:
         raise RecipeError(key, f"{value} does not divide by {what}={divisor}")
 
@@ -185,7 +180,7 @@ def check_tokenizer(recipe: Recipe) -> None:
             "model.vocab_size", f"{recipe.model.vocab_size} is below the tokenizer's {tokenizer.vocab_size}"
         )
     for key in ("data.train", "data.valid"):
-        for prefix in _get(recipe, key):
+        for prefix in recipe.get(key):
             described = Path(prefix).parent / "data.json"
             if described.is_file():
                 written = json.loads(described.read_text())["tokenizer"]
@@ -202,7 +197,7 @@ def check_data(recipe: Recipe) -> None:
     if data.train_weights and len(data.train_weights) != len(data.train):
         raise RecipeError("data.train_weights", f"{len(data.train_weights)} weights for {len(data.train)} datasets")
     for key in ("data.train", "data.valid"):
-        for prefix in _get(recipe, key):
+        for prefix in recipe.get(key):
             for suffix in (".idx", ".bin"):
                 path = Path(prefix + suffix)
                 if not path.is_file() or path.stat().st_size == 0:

@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from launch import checkpoint
+from launch.config import Recipe, RecipeError
 from launch.optim import load_schedule
 
 
@@ -37,7 +38,24 @@ def _set_rng_state(state: dict) -> None:
     torch.cuda.set_rng_state(state["device"])
 
 
-def sharded_state(chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
+# What decides the next sample, or what an optimizer reads from its checkpoint whatever the recipe says.
+_FIXED = (
+    "run.seed",
+    "batch.total",
+    "data.sequence_length",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.eps",
+)
+
+
+def _expect_fixed(recipe: Recipe, saved: dict) -> None:
+    for key, value in saved.items():
+        if recipe.get(key) != value:
+            raise RecipeError(key, f"{recipe.get(key)} here, {value} in the checkpoint: it cannot change in a run")
+
+
+def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
     """What a checkpoint holds. With ``loading`` the optimizer's states are created to be filled."""
     model = chunks[0].module.sharded_state_dict()
     rng = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
@@ -46,23 +64,29 @@ def sharded_state(chunks, optimizer, scheduler, progress: Progress, loading: boo
         "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),
         "scheduler": scheduler.state_dict(),
         "progress": asdict(progress),
+        "fixed": {key: recipe.get(key) for key in _FIXED},
         "rng": rng,
     }
 
 
-def restore(folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
+def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
     """Load a checkpoint into a run that was just built.
 
     With another number of ranks the weights and states are resharded, and the random state, which
     only dropout reads, begins anew: ``on_note`` is told.
+
+    Raises:
+        RecipeError: a key that a run cannot change, or a schedule that is not the checkpoint's.
     """
-    progress = Progress(**checkpoint.common(folder)["progress"])
-    state = sharded_state(chunks, optimizer, scheduler, progress, loading=True)
+    common = checkpoint.common(folder)
+    _expect_fixed(recipe, common["fixed"])
+    progress = Progress(**common["progress"])
+    state = sharded_state(recipe, chunks, optimizer, scheduler, progress, loading=True)
     same_ranks = progress.ranks == dist.get_world_size()
     if not same_ranks:
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
-    load_schedule(scheduler, loaded["scheduler"])
+    load_schedule(scheduler, loaded["scheduler"], loaded["optimizer"]["param_groups"])
     chunks[0].module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_ranks:

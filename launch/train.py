@@ -44,7 +44,7 @@ class Trainer:
         if whole is None:
             horizon = recipe.data.samples or recipe.run.steps * recipe.batch.total
             return Progress(step=0, horizon=horizon, ranks=dist.get_world_size())
-        progress = restore(whole, self.chunks, self.optimizer, self.scheduler, on_note=self.notes.append)
+        progress = restore(recipe, whole, self.chunks, self.optimizer, self.scheduler, self.notes.append)
         self.notes.append(f"resumed from {whole.name}")
         return Progress(progress.step, progress.horizon, dist.get_world_size())
 
@@ -56,7 +56,7 @@ class Trainer:
         return sums.tolist()
 
     def _state(self) -> dict:
-        return sharded_state(self.chunks, self.optimizer, self.scheduler, self.progress)
+        return sharded_state(self.recipe, self.chunks, self.optimizer, self.scheduler, self.progress)
 
     def _save(self) -> None:
         checkpoint.save(self.folder, self.progress.step, self._state(), self.recipe.checkpoint.keep)

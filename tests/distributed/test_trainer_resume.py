@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from launch import metrics
 from tests.distributed.trainer_runs import NO_INDEX_BUILDER, Job, write_data
 
 pytestmark = NO_INDEX_BUILDER
@@ -24,6 +25,13 @@ ARMS = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def job_of_two_steps(data, tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("two"), data, (*ARMS["standard"], "optimizer.decay_steps=4"))
+    job.run("run.steps=2")
+    return job
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -54,18 +62,25 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(arm, data, tmp_path):
         assert one.losses()[step] == pytest.approx(two.losses()[step], abs=5e-6)
 
 
-def test_another_schedule_is_refused_by_its_key(data, tmp_path):
-    job = Job(tmp_path / "job", data, ARMS["standard"])
-    job.run("run.steps=2", "optimizer.decay_steps=10")
-    said = job.run("run.steps=4", "optimizer.decay_steps=10", "optimizer.lr=1e-3", code=1)
+@pytest.mark.parametrize("arm", ["standard", "forge, waiting"])
+def test_another_schedule_is_refused_by_its_key_or_taken_when_asked(arm, data, tmp_path):
+    job = Job(tmp_path / "job", data, (*ARMS[arm], "optimizer.decay_style=constant", "optimizer.decay_steps=10"))
+    job.run("run.steps=3")
+    said = job.run("run.steps=5", "optimizer.lr=1e-3", code=1)
     assert "optimizer.lr: 0.001 here, 0.002 in the checkpoint" in said
-    job.run("run.steps=4", "optimizer.decay_steps=10", "optimizer.lr=1e-3", "checkpoint.override_schedule=true")
-    assert set(job.losses()) == {1, 2, 3, 4}
+    job.run("run.steps=5", "optimizer.lr=1e-3", "checkpoint.override_schedule=true")
+    rates = [record["lr"] for record in metrics.read(job.run_folder, "step")]
+    assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 1e-3, 1e-3])
 
 
-def test_another_model_is_refused(data, tmp_path):
-    job = Job(tmp_path / "job", data, ARMS["standard"])
-    job.run("run.steps=2", "optimizer.decay_steps=4")
-    said = job.run("run.steps=4", "optimizer.decay_steps=4", "model.qk_norm=true", code=1)
+@pytest.mark.parametrize("change", ["run.seed=5", "batch.total=8", "optimizer.beta2=0.99"])
+def test_what_a_run_cannot_change_is_refused_by_its_key(change, job_of_two_steps):
+    key, value = change.split("=")
+    assert f"{key}: {value} here, " in job_of_two_steps.run("run.steps=4", change, code=1)
+    assert set(job_of_two_steps.losses()) == {1, 2}
+
+
+def test_another_model_is_refused(job_of_two_steps):
+    said = job_of_two_steps.run("run.steps=4", "model.qk_norm=true", code=1)
     assert "does not fit this run: it lacks" in said
     assert "q_layernorm" in said
