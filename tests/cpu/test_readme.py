@@ -32,6 +32,7 @@ def test_the_sections_come_in_their_order():
         "Megatron",
         "What it covers, and its limits",
         "How it works",
+        "Measured",
     ]
     assert found == wanted
 
