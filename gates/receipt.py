@@ -7,13 +7,9 @@ now is stale, and says what changed.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import runpy
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,57 +17,13 @@ from pathlib import Path
 import torch
 
 from gates.gate import Case, Result
+from launch.provenance import code_hash, source_hashes, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RECEIPT = ROOT / ".gates" / "receipt.json"
 SCHEMA = 1
-
-
-def _folder_of(package: str) -> Path:
-    """The folder that ``import package`` would use: an installed forge_megatron is hashed, not the checkout's."""
-    return Path(importlib.util.find_spec(package).origin).parent
-
-
-def source_hashes() -> dict[str, str]:
-    """SHA-256 of every source file that can change what a gate measures, by its path from the checkout's root."""
-    hashes = {}
-    for package in ("forge_megatron", "launch", "gates"):
-        folder = _folder_of(package)
-        for path in sorted(folder.rglob("*.py")):
-            name = f"{package}/{path.relative_to(folder).as_posix()}"
-            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return hashes
-
-
-def code_hash(hashes: dict[str, str]) -> str:
-    """One hash of all the sources, of their names as well as of their bytes."""
-    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-
-
-def _megatron_version() -> str:
-    """The version of the megatron.core that would be imported, which need not be the installed distribution.
-
-    0.19 appends the commit of the git repository that encloses it, which for an environment in a checkout is ours.
-    """
-    if importlib.util.find_spec("megatron") is None:
-        return "none"
-    info = _folder_of("megatron.core") / "package_info.py"
-    return runpy.run_path(str(info))["__version__"].partition("+")[0]
-
-
-def versions() -> dict[str, str]:
-    """Versions of all that a gate's number depends on; "none" for what is not here."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "megatron-core": _megatron_version(),
-        "cuda": torch.version.cuda or "none",
-    }
+#: What can change what a gate measures.
+PACKAGES = ("forge_megatron", "launch", "gates")
 
 
 def device_name(device: str) -> str:
@@ -91,7 +43,7 @@ class Receipt:
 
     def __init__(self, path: Path = RECEIPT) -> None:
         self.path = path
-        self.hashes = source_hashes()
+        self.hashes = source_hashes(PACKAGES)
         self.here = {"code": code_hash(self.hashes), "versions": versions()}
         self.sources: dict[str, dict[str, str]] = {}
         self.entries: dict[str, dict] = {}

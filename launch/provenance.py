@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import platform
+import runpy
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-PACKAGES = ("triton", "megatron-core", "numpy")
 GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 
 
-def source_hash(packages: tuple[str, ...] = ("forge_megatron", "launch")) -> str:
-    """SHA-256 of every Python source of ``packages``, of their names as well as of their bytes."""
-    digest = hashlib.sha256()
+def _folder_of(package: str) -> Path:
+    """The folder that ``import package`` would use: an installed forge_megatron is hashed, not the checkout's."""
+    return Path(importlib.util.find_spec(package).origin).parent
+
+
+def source_hashes(packages: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of every Python source of ``packages``, by its path from the checkout's root."""
+    hashes = {}
     for package in packages:
-        folder = Path(importlib.util.find_spec(package).origin).parent
+        folder = _folder_of(package)
         for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(folder).as_posix()}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+            name = f"{package}/{path.relative_to(folder).as_posix()}"
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
+
+
+def code_hash(hashes: dict[str, str]) -> str:
+    """One hash of all the sources, of their names as well as of their bytes."""
+    return hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+
+
+def _megatron_version() -> str:
+    """The version of the megatron.core that would be imported, which need not be the installed distribution.
+
+    0.19 appends the commit of the git repository that encloses it, which for an environment in a checkout is ours.
+    """
+    if importlib.util.find_spec("megatron") is None:
+        return "none"
+    info = _folder_of("megatron.core") / "package_info.py"
+    return runpy.run_path(str(info))["__version__"].partition("+")[0]
 
 
 def versions() -> dict[str, str]:
-    installed = {it.name: it.version for it in metadata.distributions()}
-    found = {name: installed.get(name, "none") for name in PACKAGES}
+    """Versions of all that a measurement depends on; "none" for what is not here."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": triton,
+        "megatron-core": _megatron_version(),
         "cuda": torch.version.cuda or "none",
-        **found,
     }
 
 
@@ -51,7 +78,7 @@ def describe() -> dict:
     """All of it, for the head of a results file."""
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "source_sha256": source_hash(),
+        "source_sha256": code_hash(source_hashes(("forge_megatron", "launch"))),
         "versions": versions(),
         "gpus": gpus(),
         "cpu": platform.machine(),

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     # What is imported, which with a megatron-core put in front is not what is installed.
-    from gates.receipt import versions
+    from launch.provenance import versions
 
     there = ", ".join(f"{name} {version}" for name, version in versions().items())
     terminalreporter.section("machine")

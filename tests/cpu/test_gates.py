@@ -17,6 +17,7 @@ from gates.gate import Case, Reading, Result, get, reduced, required, sweep
 from gates.receipt import ROOT, Receipt
 from gates.run import run
 from gates.worker import _over_ranks
+from launch import provenance
 
 GREEN = (Reading("gap", 1e-7, 1e-6),)
 CASE = Case("TP", "cpu", "fp32", 2)
@@ -32,9 +33,9 @@ def sources(tmp_path, monkeypatch):
     for package in ("forge_megatron", "launch", "gates"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("value = 1\n")
-    real = receipts._folder_of
+    real = provenance._folder_of
     monkeypatch.setattr(
-        receipts, "_folder_of", lambda name: tmp_path / name if (tmp_path / name).is_dir() else real(name)
+        provenance, "_folder_of", lambda name: tmp_path / name if (tmp_path / name).is_dir() else real(name)
     )
     return tmp_path
 
@@ -287,7 +288,7 @@ def test_the_version_is_that_of_the_megatron_that_is_imported(tmp_path):
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
     (core / "package_info.py").write_text("__version__ = '0.17.3+abc1234'\n")
-    code = "from gates.receipt import versions; print(versions()['megatron-core'])"
+    code = "from launch.provenance import versions; print(versions()['megatron-core'])"
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     out = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
     assert out.strip() == "0.17.3"
@@ -297,7 +298,7 @@ def test_the_version_of_what_is_absent_is_none():
     code = (
         "import sys, importlib.util; find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name: None if name == 'megatron' else find(name)\n"
-        "from gates.receipt import versions; print(versions()['megatron-core'])"
+        "from launch.provenance import versions; print(versions()['megatron-core'])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert out.strip() == "none"
