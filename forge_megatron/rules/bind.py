@@ -10,6 +10,7 @@ import torch
 torch_language = SimpleNamespace(
     abs=torch.abs,
     cast=torch.Tensor.to,
+    fma=lambda x, y, z: torch.addcmul(z, x, y),
     maximum=torch.maximum,
     minimum=torch.minimum,
     sqrt=torch.sqrt,

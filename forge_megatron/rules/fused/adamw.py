@@ -32,7 +32,7 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
         beta2,
         1.0 - beta2,
         lr / (1.0 - beta1**step),
-        (1.0 - beta2**step) ** -0.5,
+        (1.0 - beta2**step) ** 0.5,
         float(group["eps"]),
         -1.0 if group["maximize"] else 1.0,
     )
@@ -40,14 +40,13 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
 
 def update(g, w, states, h):
     exp_avg, exp_avg_sq = states
-    decay, weight1, beta2, weight2, step_size, rsqrt_correction2, eps, sign = h
+    decay, weight1, beta2, weight2, step_size, bias_correction2_sqrt, eps, sign = h
     g = g * sign
     w = w * decay
-    exp_avg = exp_avg + (g - exp_avg) * weight1
-    exp_avg_sq = exp_avg_sq * beta2 + g * g * weight2
-    # The host divides by the root of the bias correction, once a weight: here it would be once a coordinate.
-    denom = tl.sqrt(exp_avg_sq) * rsqrt_correction2 + eps
-    w = w - step_size * (exp_avg / denom)
+    exp_avg = tl.fma(g - exp_avg, weight1, exp_avg)
+    exp_avg_sq = tl.fma(g * weight2, g, exp_avg_sq * beta2)
+    denom = tl.sqrt(exp_avg_sq) / bias_correction2_sqrt + eps
+    w = w - step_size * exp_avg / denom
     return w, (exp_avg, exp_avg_sq)
 
 
