@@ -69,6 +69,11 @@ def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, load
     }
 
 
+def _param_groups(saved: dict) -> list[dict]:
+    """Those of an optimizer's checkpoint; with an fp32 master Megatron puts its inner optimizer's one level down."""
+    return saved["param_groups"] if "param_groups" in saved else saved["optimizer"]["param_groups"]
+
+
 def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
     """Load a checkpoint into a run that was just built.
 
@@ -86,7 +91,7 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
     if not same_ranks:
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
-    load_schedule(scheduler, loaded["scheduler"], loaded["optimizer"]["param_groups"])
+    load_schedule(scheduler, loaded["scheduler"], _param_groups(loaded["optimizer"]))
     chunks[0].module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_ranks:
