@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from forge_megatron import kernels, rules
 from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Pending, plan
 from forge_megatron.coverage import Coverage, cover
+from forge_megatron.groups import complete, joining, named_parameters, rule_of
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.modules import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
-from forge_megatron.parameters import Parameters, joining, named_parameters
+from forge_megatron.parameters import Parameters
 from forge_megatron.state import load_state, new_state
 
 
@@ -30,7 +32,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
     ``param_groups`` that schedulers drive, ``state_dict`` in the layout of ``torch.optim``.
 
     Args:
-        params: as ``torch.optim``'s: parameters, ``(name, parameter)`` pairs, or groups of either.
+        params: as ``torch.optim``'s: parameters, ``(name, parameter)`` pairs, or groups of either. A group may
+            name its own rule and ``lr``: ``{"params": ..., "rule": "adamw", "lr": 1e-3}``.
         rule: a rule's name.
         recipe: a named pair of state format and weight store (DESIGN section 3), or give
             ``state_format`` and ``weight_store``.
@@ -82,7 +85,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         self.backend = backend
         self.owned: dict[Tensor, OwnedWeight] = {}
         self.reasons: dict[Tensor, str] = {}
-        self.reduce_norm_sq: Callable[[Tensor], Tensor] = _sum
+        self.reduce_norm_sq: Callable[[Tensor], Tensor] = partial(torch.sum, dtype=torch.float64)
         self._parameters: Parameters | None = None
         self.fused_modules: list[nn.Module] = []
         self._gradients = OrdinaryGradients()
@@ -105,12 +108,15 @@ class ForgeOptimizer(torch.optim.Optimizer):
             RuntimeError: a backward is pending.
             ValueError, TypeError: a bad hyperparameter or parameter; nothing has changed then.
         """
-        self._expect_nothing_pending("add parameters")
-        self.rule.check({**self.defaults, **param_group})
+        self._ledger.expect_nothing_pending("add parameters")
+        param_group = complete(param_group, self.rule, self.defaults)
         if self._parameters is not None:
             param_group = joining(param_group, self.param_groups, self.names, self.state)
+        of_another_rule = self.defaults.keys() - param_group.keys()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name in of_another_rule:
+            del group[name]
         try:
             self._register()
         except Exception:
@@ -126,6 +132,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             kernels.resolve_backend(p.device, self.backend)
         expect_separate_storage(named)
         labels = {p: label for label, p in named}
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         for p, label in labels.items():
             if p not in self.state and p.requires_grad:
                 self.state[p] = self.new_state(p, label)
@@ -137,7 +144,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
             self.watch()
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
-        return new_state(self.rule, p, label, **self._formats)
+        group = self._group_of[p]
+        return new_state(rule_of(group, self.rule).variant(group), group, p, label, **self._formats)
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""
@@ -241,6 +249,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             self.state[weight]["step"].add_(1)
         if not measured:
             self._grad_norm = self._norm(multiplier)
+        self._parameters.advance_running()
         self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
         self._ledger.close_window()
         self._parameters.close_window()
@@ -325,7 +334,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Makes the model's modules ordinary again; this optimizer then steps every weight from ``.grad``."""
-        self._expect_nothing_pending("detach")
+        self._ledger.expect_nothing_pending("detach")
         for owned in self.owned.values():
             owned.release()
         self._gradients.release()
@@ -356,7 +365,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
         self._ledger.expect_usable()
-        self._expect_nothing_pending("save")
+        self._ledger.expect_nothing_pending("save")
         state_dict = super().state_dict()
         frozen = [index for index, p in enumerate(self._parameters.all) if p not in self.state]
         state_dict["forge"] = {"version": 1, "rule": self.rule.name, "frozen": frozen}
@@ -386,14 +395,5 @@ class ForgeOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _expect_nothing_pending(self, what: str) -> None:
-        pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
-        if pending is not None:
-            raise RuntimeError(f"{pending.name}: a backward is pending; call step() before you {what}")
-
     def __getstate__(self):
         raise TypeError("a ForgeOptimizer is tied to its model: copy or save its state_dict()")
-
-
-def _sum(norms_sq: Tensor) -> Tensor:
-    return norms_sq.sum(dtype=torch.float64)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot
 from forge_megatron.rules import Rule
-
-
-def named_parameters(groups: list[dict]) -> list[tuple[str, Tensor]]:
-    """What errors and tables call each parameter, in the order of the groups."""
-    named: list[tuple[str, Tensor]] = []
-    for group in groups:
-        names = group.get("param_names") or itertools.repeat(None)
-        for name, p in zip(names, group["params"], strict=False):
-            named.append((name or f"parameter {len(named)}", p))
-    return named
-
-
-def joining(group: dict, groups: list[dict], names: Mapping[Tensor, str], trained: Container[Tensor]) -> dict:
-    """``group`` as ``torch.optim`` takes it beside ``groups``.
-
-    Its members are named where the others are. One that is among the others and was frozen so far moves: a
-    model's frozen parameters are in a group from the start.
-    """
-    members = group["params"]
-    members = [members] if isinstance(members, Tensor) else members
-    if isinstance(members, set):
-        return group
-    members = [member if isinstance(member, tuple) else (None, member) for member in members]
-    moving = {p for _, p in members if p in names and p not in trained}
-    for other in groups if moving else ():
-        stays = [index for index, p in enumerate(other["params"]) if p not in moving]
-        for key in ("params", "param_names"):
-            if key in other:
-                other[key] = [other[key][index] for index in stays]
-    if not any("param_names" in other for other in groups):
-        return {**group, "params": [p if name is None else (name, p) for name, p in members]}
-    taken = itertools.count(len(names))
-    named = [(name or names.get(p) or f"unnamed.{next(taken)}", p) for name, p in members]
-    return {**group, "params": named} if named else {**group, "params": [], "param_names": []}
 
 
 def _place(p: Tensor) -> tuple[int, int]:
@@ -61,17 +27,28 @@ class Parameters:
         all: the parameters in the order of the groups.
         labels: what errors and tables call them.
         slots: what a step of each reads and writes; a parameter that was never trainable has none.
+
+    Args:
+        rule: of the groups that name none.
+        groups: the optimizer's.
+        state: the optimizer's.
+        labels: see above.
     """
 
     def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str]):
-        self._rule = rule
         self._groups = groups
+        self._families = [rule_of(group, rule) for group in groups]
+        self._rules = [family.variant(group) for family, group in zip(self._families, groups, strict=True)]
+        self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
         self._state = state
         self.labels = labels
         self.all = [p for group in groups for p in group["params"]]
         self.slots: dict[Tensor, Slot] = {}
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
-        self._written: list[tuple[float, ...]] | None = None
+        self._written: list[tuple] | None = None
+        # Of rules that keep running numbers: the count of updates that scalars were written for, and the
+        # numbers after that update.
+        self._after: dict[Tensor, tuple[int, tuple[float, ...]]] = {}
         # Where and when each weight with a master was last written by a step.
         self._written_at: dict[Tensor, tuple[int, int]] = {}
         members: dict[torch.device, list[Tensor]] = {}
@@ -79,20 +56,24 @@ class Parameters:
             members.setdefault(p.device, []).append(p)
         self._rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for device, params in members.items():
-            scalars = torch.zeros(len(params), rule.n_scalars, device=device)
+            counts = [self._rule(p).n_scalars for p in params]
+            scalars = torch.zeros(sum(counts), device=device)
             norms = torch.zeros(len(params), device=device)
             self._tables[device] = (params, scalars, norms)
-            self._rows.update((p, (scalars[index], norms[index])) for index, p in enumerate(params))
+            self._rows.update(zip(params, zip(scalars.split(counts), norms.unbind(), strict=True), strict=True))
         for p in self.all:
             if p in state:
                 self.admit(p)
 
+    def _rule(self, p: Tensor) -> Rule:
+        return self._rules[self._group_of[p]]
+
     def admit(self, p: Tensor) -> None:
         """Makes the slot of a parameter whose states exist now."""
-        state = self._state[p]
-        states = tuple(state[name] for name in self._rule.states)
+        state, rule = self._state[p], self._rule(p)
+        states = tuple(state[name] for name in rule.states)
         scalars, norm = self._rows[p]
-        self.slots[p] = Slot(self._rule, p, states, scalars, state.get("master"), norm, self.labels[p])
+        self.slots[p] = Slot(rule, p, states, scalars, state.get("master"), norm, self.labels[p])
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""
@@ -137,22 +118,49 @@ class Parameters:
             )
         self._write()
 
-    def _hyperparameters(self) -> list[tuple[float, ...]]:
-        return [self._rule.scalars(group, 1) for group in self._groups]
+    def _hyperparameters(self) -> list[tuple]:
+        pairs = zip(self._families, self._groups, strict=True)
+        return [tuple(_plain(group[name]) for name in ("lr", *family.defaults)) for family, group in pairs]
 
     def _write(self) -> None:
+        self._expect_same_states()
         self._written = self._hyperparameters()
-        group_of = {p: index for index, group in enumerate(self._groups) for p in group["params"]}
-        rows: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._after.clear()
+        rows: dict[tuple, tuple[float, ...]] = {}
         for params, scalars, _ in self._tables.values():
-            table = []
+            table: list[float] = []
             for p in params:
-                taken = int(self._state[p]["step"]) if p in self.slots else 0
-                key = group_of[p], taken + 1
+                index = self._group_of[p]
+                rule, group = self._rules[index], self._groups[index]
+                state = self._state[p] if p in self.slots else {"step": 0, **rule.running}
+                step = int(state["step"]) + 1
+                running = tuple(float(state[name]) for name in rule.running)
+                key = index, step, *running
                 if key not in rows:
-                    rows[key] = self._rule.scalars(self._groups[key[0]], key[1])
-                table.append(rows[key])
+                    rows[key] = rule.scalars(group, step, *running)
+                if running and p in self.slots:
+                    self._after[p] = step, rule.advance(group, step, *running)
+                table += rows[key]
             scalars.copy_(torch.tensor(table, dtype=torch.float32), non_blocking=True)
+
+    def _expect_same_states(self) -> None:
+        """Raises if a hyperparameter was changed that decides which states there are."""
+        for family, rule, group in zip(self._families, self._rules, self._groups, strict=True):
+            needed = family.variant(group)
+            if needed is not rule:
+                raise RuntimeError(
+                    f"{self.labels[group['params'][0]]}: the hyperparameters of its group now need the states "
+                    f"{_listed(needed)}, and it has {_listed(rule)}; attach with these hyperparameters"
+                )
+
+    def advance_running(self) -> None:
+        """Brings the running numbers of what was stepped in this window to its new count of updates."""
+        for p, (step, values) in self._after.items():
+            state = self._state[p]
+            if int(state["step"]) == step:
+                for name, value in zip(self._rule(p).running, values, strict=True):
+                    state[name].fill_(value)
+        self._after.clear()
 
     def close_window(self) -> None:
         self._written = None
@@ -180,3 +188,14 @@ class Parameters:
         for p in params:
             slots.setdefault(p.device, []).append(self.slots[p])
         return slots
+
+
+def _plain(value):
+    """A hyperparameter as it can be compared: a tensor is written in place by a schedule."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _listed(rule: Rule) -> str:
+    return ", ".join(rule.states) or "none"

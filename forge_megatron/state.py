@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from forge_megatron.formats import resolve_recipe
+from forge_megatron.groups import rule_of
 from forge_megatron.rules import Rule
 
 # torch's own switches of how, not what: a checkpoint's values for them mean nothing here.
-_IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 
 
 class Restorable(Protocol):
@@ -30,8 +31,17 @@ class Restorable(Protocol):
         """Gives ``p``, which was frozen, its states."""
 
 
-def new_state(rule: Rule, p: Tensor, label: str, **formats: str | None) -> dict[str, Tensor]:
-    """Zero states under torch's names, ``step`` (0-dim fp32 on the CPU), and the master if the store has one.
+def new_state(rule: Rule, group: Mapping, p: Tensor, label: str, **formats: str | None) -> dict[str, Tensor]:
+    """States before the first step under torch's names, and the master if the store has one.
+
+    ``step`` and a rule's running numbers are 0-dim fp32 on the CPU.
+
+    Args:
+        rule: the variant that steps ``p``.
+        group: its hyperparameters.
+        p: the parameter.
+        label: what errors call it.
+        formats: of :func:`resolve_recipe`.
 
     Raises:
         TypeError: a dtype that weights cannot have, naming ``label``.
@@ -41,7 +51,9 @@ def new_state(rule: Rule, p: Tensor, label: str, **formats: str | None) -> dict[
     except TypeError as error:
         raise TypeError(f"{label}: {error}") from None
     state = {"step": torch.zeros((), dtype=torch.float32)}
-    state.update((name, state_format.allocate(p)) for name in rule.states)
+    state.update((name, torch.tensor(value, dtype=torch.float32)) for name, value in rule.running.items())
+    initial = {} if rule.initial is None else rule.initial(group)
+    state.update((name, state_format.allocate(p, initial.get(name, 0.0))) for name in rule.states)
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
 
@@ -52,11 +64,14 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     if missing:
         raise ValueError(f"not an optimizer's state_dict: it has no {', '.join(map(repr, sorted(missing)))}")
     ours = state_dict.get("forge")
-    if ours is not None and ours["rule"] != optimizer.rule.name:
-        raise ValueError(f"the checkpoint was written by rule {ours['rule']!r}, not {optimizer.rule.name!r}")
     saved_groups = state_dict["param_groups"]
     sources = _match(optimizer, saved_groups)
-    groups = [_hyperparameters(optimizer, *pair) for pair in zip(optimizer.param_groups, saved_groups, strict=True)]
+    rules: dict[Tensor, Rule] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        rule, loaded = _hyperparameters(optimizer, group, saved, None if ours is None else ours["rule"])
+        rules.update(dict.fromkeys(group["params"], rule))
+        groups.append(loaded)
     restored: dict[Tensor, dict[str, Tensor]] = {}
     for p, key in sources.items():
         label = optimizer.names[p]
@@ -66,10 +81,10 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 raise ValueError(f"{label}: the checkpoint has no state for it")
             # torch creates a state at the first step: a parameter that never had a gradient has none.
             if p in optimizer.state:
-                restored[p] = _never_stepped(optimizer.state[p])
+                restored[p] = {k: v for k, v in optimizer.new_state(p, label).items() if k != "master"}
             continue
         own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
-        restored[p] = _checked(label, own, entry, convert, with_master=ours is not None)
+        restored[p] = _checked(rules[p], label, own, entry, convert, from_torch=ours is None)
     with torch.no_grad():
         for p, values in restored.items():
             if p not in optimizer.state:
@@ -82,12 +97,30 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
         group.update(loaded)
 
 
-def _hyperparameters(optimizer: Restorable, group: dict, saved: dict) -> dict:
-    """What the checkpoint says of a group, checked by the rule."""
-    kept = {"params", "param_names", *_IMPLEMENTATION_KEYS}
+def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by: str | None) -> tuple[Rule, dict]:
+    """The rule's variant, and what the checkpoint says of a group, checked by the rule.
+
+    Args:
+        optimizer: see :class:`Restorable`.
+        group: the optimizer's.
+        saved: the checkpoint's.
+        written_by: the rule of the checkpoint's groups that name none; None: the group's, as far as is known.
+    """
+    family = rule_of(group, optimizer.rule)
+    writer = saved.get("rule", written_by or family.name)
+    if writer != family.name:
+        raise ValueError(f"the checkpoint was written by rule {writer!r}, not {family.name!r}")
+    kept = {"params", "param_names", "rule", *_IMPLEMENTATION_KEYS}
     loaded = {key: value for key, value in saved.items() if key not in kept}
-    optimizer.rule.check({**group, **loaded})
-    return loaded
+    merged = {**group, **loaded}
+    family.check_group(merged)
+    rule, needed = family.variant(group), family.variant(merged)
+    if needed is not rule:
+        raise ValueError(
+            f"the checkpoint's hyperparameters need the states {', '.join(needed.states) or 'none'}, and the "
+            f"optimizer has {', '.join(rule.states) or 'none'}; attach with the checkpoint's hyperparameters"
+        )
+    return rule, loaded
 
 
 def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, object]:
@@ -115,16 +148,15 @@ def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, obje
     return sources
 
 
-def _never_stepped(state: dict) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(value) for name, value in state.items() if name != "master"}
-
-
-def _checked(label: str, state: dict, entry: dict, convert: bool, *, with_master: bool) -> dict[str, Tensor]:
-    """The values to copy, one for each of our states; torch's checkpoints have no master."""
+def _checked(rule: Rule, label: str, state: dict, entry: dict, convert: bool, *, from_torch: bool) -> dict[str, Tensor]:
+    """The values to copy, one for each of our states; torch's checkpoints have no master, and not all a count."""
     values = {}
     for name, own in state.items():
         if name not in entry:
-            if name == "master" and not with_master:
+            if from_torch and name == "master":
+                continue
+            if from_torch and name == "step" and not rule.counts_steps:
+                values[name] = torch.ones(())
                 continue
             raise ValueError(f"{label}: the checkpoint has no {name!r}")
         value = torch.as_tensor(entry[name])
@@ -132,7 +164,7 @@ def _checked(label: str, state: dict, entry: dict, convert: bool, *, with_master
             raise ValueError(
                 f"{label}: {name} is {list(value.shape)} in the checkpoint, {list(own.shape)} in the optimizer"
             )
-        if value.dtype != own.dtype and name != "step" and not convert:
+        if value.dtype != own.dtype and name not in ("step", *rule.running) and not convert:
             raise ValueError(
                 f"{label}: {name} is {value.dtype} in the checkpoint, {own.dtype} in the optimizer; attach with "
                 "the checkpoint's state format, or load with convert=True"

@@ -31,9 +31,9 @@ class StateFormat:
     encode: Callable
     decode: Callable
 
-    def allocate(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a zero state for ``weight``, with its shape, strides and device."""
-        return torch.zeros_like(weight, dtype=self.dtype, requires_grad=False)
+    def allocate(self, weight: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        """Return a state full of ``value`` for ``weight``, with its shape, strides and device."""
+        return torch.full_like(weight, value, dtype=self.dtype, requires_grad=False)
 
 
 def to_fp32(x):

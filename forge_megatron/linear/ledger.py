@@ -119,6 +119,12 @@ class Ledger:
         if self._broken is not None:
             raise RuntimeError(self._broken)
 
+    def expect_nothing_pending(self, what: str) -> None:
+        """Raises if gradients wait for ``step()``, or some weights have been updated and others not."""
+        pending = next((owned for owned in self.owned if owned.factors or owned.updated), None)
+        if pending is not None:
+            raise RuntimeError(f"{pending.name}: a backward is pending; call step() before you {what}")
+
     def expect_asked_for(self) -> None:
         """Raises if a first ``step()`` finds no gradient although forwards were run: nothing would ever train."""
         for owned in self.owned if self.task_count == 0 else ():

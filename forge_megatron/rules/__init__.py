@@ -1,6 +1,6 @@
 """The optimizers. A rule is one file under ``fused``; see :class:`Rule`."""
 
 from .bind import bind, torch_language
-from .rule import Rule, available, get, register
+from .rule import Rule, available, get, hyperparameters, register
 
-__all__ = ["Rule", "available", "bind", "get", "register", "torch_language"]
+__all__ = ["Rule", "available", "bind", "get", "hyperparameters", "register", "torch_language"]

@@ -6,7 +6,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 #: Packages beside this file whose modules each hold one rule, named as the module.
 REGIMES = ("fused",)
@@ -20,29 +20,63 @@ class Rule:
 
     Attributes:
         name: the name that :func:`get` answers to; also the rule's module name.
-        regime: ``"fused"``: state and weight update both read only their own coordinate, so the
-            whole rule runs on a tile of the gradient (FORGE, definitions 1 and 2).
-        states: ``torch.optim``'s names of the per-coordinate states, in the order of ``update``.
+        states: ``torch.optim``'s names of the per-coordinate states with ``defaults``, in the order
+            of ``update``.
         defaults: hyperparameters with ``torch.optim``'s names and defaults. ``lr`` is not among
             them: it is always required.
-        n_scalars: length of what ``scalars`` returns.
-        scalars: ``(param_group, step) -> floats``, with ``step`` counted from 1 at the first
-            update. Computed on the host in float64 and rounded once, to the fp32 row that
+        scalars: ``(param_group, step, *running) -> floats``, with ``step`` counted from 1 at the
+            first update. Computed on the host in float64 and rounded once, to the fp32 row that
             ``update`` reads as ``h``.
         update: ``(g, w, states, h) -> (w, states)`` on fp32 tiles of any shape. ``tl`` is its only
-            global name, rebound per backend by :func:`forge_megatron.rules.bind`.
-        check: ``(param_group) -> None``; raises ``ValueError`` that names the hyperparameter, its
-            value and the way out.
+            global name, rebound per backend by :func:`forge_megatron.rules.bind`. It may ask for
+            ``len(states)`` and ``len(h)``, which a compiler knows, to serve all variants.
+        regime: ``"fused"``: state and weight update both read only their own coordinate, so the
+            whole rule runs on a tile of the gradient (FORGE, definitions 1 and 2).
+        check: ``(param_group) -> None``, beyond what :meth:`check_group` does for every rule; raises
+            ``ValueError`` that names the hyperparameter, its value and the way out.
+        states_for: ``(param_group) -> states`` where hyperparameters switch states on and off.
+        initial: ``(param_group) -> {state: value}`` for the states that do not begin at 0.
+        running: per-parameter numbers that ``torch.optim`` keeps beside ``step``, by torch's name,
+            with their first value; 0-dim fp32 in ``state[p]``.
+        advance: ``(param_group, step, *running) -> running`` after the update ``step``.
+        counts_steps: ``torch.optim`` keeps ``step``; where it does not, a state that it saved is that
+            of a parameter which was stepped, and of the count nothing else is read.
+        n_scalars: length of what ``scalars`` returns; worked out, not given.
     """
 
     name: str
-    regime: str
     states: tuple[str, ...]
     defaults: Mapping[str, object]
-    n_scalars: int
-    scalars: Callable[[Mapping, int], tuple[float, ...]]
+    scalars: Callable[..., tuple[float, ...]]
     update: Callable
-    check: Callable[[Mapping], None]
+    regime: str = "fused"
+    check: Callable[[Mapping], None] | None = None
+    states_for: Callable[[Mapping], tuple[str, ...]] | None = None
+    initial: Callable[[Mapping], Mapping[str, float]] | None = None
+    running: Mapping[str, float] = field(default_factory=dict)
+    advance: Callable[..., tuple[float, ...]] | None = None
+    counts_steps: bool = True
+    n_scalars: int = -1
+    _variants: dict[tuple, Rule] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self):
+        if self.n_scalars < 0:
+            object.__setattr__(self, "n_scalars", self._count({**self.defaults, "lr": 1.0}))
+        self._variants[self.states, self.n_scalars] = self
+
+    def _count(self, group: Mapping) -> int:
+        return len(self.scalars(group, 1, *self.running.values()))
+
+    def variant(self, group: Mapping) -> Rule:
+        """Return the rule with the states and scalars that it has with a group's hyperparameters.
+
+        One object for each set of them, so that parameters stepped alike share a launch.
+        """
+        states = self.states if self.states_for is None else self.states_for(group)
+        count = self._count(group)
+        if (states, count) not in self._variants:
+            self._variants[states, count] = replace(self, states=states, n_scalars=count)
+        return self._variants[states, count]
 
     def resolve(self, hyperparameters: Mapping[str, object]) -> dict[str, object]:
         """Return ``defaults`` overridden by ``hyperparameters``, checked.
@@ -60,8 +94,26 @@ class Rule:
         if "lr" not in hyperparameters:
             raise TypeError(f"{self.name} needs lr=...: there is no default learning rate")
         group = {**self.defaults, **hyperparameters}
-        self.check(group)
+        self.check_group(group)
         return group
+
+    def check_group(self, group: Mapping) -> None:
+        """Raise ``ValueError`` that names a hyperparameter of ``group`` with a value out of its range."""
+        for name in ("lr", "eps", "weight_decay"):
+            if name == "lr" or name in self.defaults:
+                self.require(group, name, 0.0)
+        if "betas" in self.defaults:
+            count = len(self.defaults["betas"])
+            if len(group["betas"]) != count:
+                raise ValueError(f"{self.name}: betas={group['betas']!r} is refused: give {count} numbers")
+            for index, beta in enumerate(group["betas"]):
+                require(self.name, f"betas[{index}]", beta, 0.0, 1.0)
+        if self.check is not None:
+            self.check(group)
+
+    def require(self, group: Mapping, name: str, low: float, high: float = math.inf) -> None:
+        """Raise ``ValueError`` unless ``low <= group[name] < high``."""
+        require(self.name, name, group[name], low, high)
 
 
 def register(rule: Rule) -> Rule:
@@ -84,6 +136,11 @@ def get(name: str) -> Rule:
             raise ValueError(f"there is no rule {name!r}; there are: {', '.join(available())}")
         importlib.import_module(module)
     return _registry[name]
+
+
+def hyperparameters() -> set[str]:
+    """The names of all rules' hyperparameters."""
+    return {"lr"}.union(*(get(name).defaults for name in available()))
 
 
 def _shipped() -> dict[str, str]:

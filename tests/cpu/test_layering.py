@@ -15,6 +15,7 @@ ORDER = [
     "forge_megatron.vocab",
     "forge_megatron.coordinator",
     "forge_megatron.coverage",
+    "forge_megatron.groups",
     "forge_megatron.parameters",
     "forge_megatron.state",
     "forge_megatron.optimizer",

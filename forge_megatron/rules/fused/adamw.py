@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
-from ..rule import Rule, register, require, require_off
+from ..rule import Rule, register, require_off
 
 
 def check(group: Mapping) -> None:
-    require("adamw", "lr", group["lr"], 0.0)
-    require("adamw", "eps", group["eps"], 0.0)
-    require("adamw", "weight_decay", group["weight_decay"], 0.0)
-    if len(group["betas"]) != 2:
-        raise ValueError(f"adamw: betas={group['betas']!r} is refused: give two numbers")
-    for index, beta in enumerate(group["betas"]):
-        require("adamw", f"betas[{index}]", beta, 0.0, 1.0)
     require_off("adamw", group, "amsgrad", "leave amsgrad=False, or use torch.optim.AdamW")
 
 
@@ -53,7 +46,6 @@ def update(g, w, states, h):
 register(
     Rule(
         name="adamw",
-        regime="fused",
         states=("exp_avg", "exp_avg_sq"),
         defaults={
             "betas": (0.9, 0.999),
@@ -62,7 +54,6 @@ register(
             "amsgrad": False,
             "maximize": False,
         },
-        n_scalars=8,
         scalars=scalars,
         update=update,
         check=check,

@@ -1,0 +1,141 @@
+"""Rules whose states depend on hyperparameters, and groups that name a rule of their own."""
+
+import copy
+
+import pytest
+import torch
+
+import forge_megatron as forge
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
+
+
+@backends
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_group_has_momentum_and_another_has_not(backend, clip):
+    """The rows of hyperparameters have two lengths, and only one group has buffers."""
+
+    def groups(model):
+        return [
+            {"params": list(model[0].parameters()), "momentum": 0.9, "dampening": 0.5},
+            {"params": list(model[2].parameters()), "lr": 2e-2},
+            {"params": list(model[4].parameters()), "momentum": 0.8, "nesterov": True},
+        ]
+
+    model = mlp(6, 8, 7, 4)
+    pair = Pair(
+        model, rule="sgd", lr=1e-1, params=groups(model), weight_decay=0.1, maximize=False, backend=backend, clip=clip
+    )
+    pair.oracle = torch.optim.SGD(groups(pair.twin), lr=1e-1, weight_decay=0.1)
+    pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(4)))
+    pair.expect_equal()
+    names = [set(pair.optimizer.state[model[index].weight]) for index in (0, 2, 4)]
+    assert names == [{"step", "momentum_buffer"}, {"step"}, {"step", "momentum_buffer"}]
+
+
+def two_rules(model, **options):
+    """SGD with momentum, and a group of AdamW."""
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[2].parameters()), "rule": "adamw", "lr": 1e-3, "betas": (0.8, 0.9)},
+    ]
+    return forge.attach(model, "sgd", groups, lr=1e-2, momentum=0.9, **options)
+
+
+class Both:
+    """Two of torch's optimizers over one model."""
+
+    def __init__(self, model):
+        self.sgd = torch.optim.SGD(model[0].parameters(), lr=1e-2, momentum=0.9)
+        self.adamw = torch.optim.AdamW(model[2].parameters(), lr=1e-3, betas=(0.8, 0.9))
+        self.state = {}
+
+    def step(self):
+        self.sgd.step(), self.adamw.step()
+        self.state = {**self.sgd.state, **self.adamw.state}
+
+    def zero_grad(self):
+        self.sgd.zero_grad(), self.adamw.zero_grad()
+
+
+@backends
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_group_names_another_rule(backend, clip):
+    pair = Pair(mlp(6, 8, 4), clip=clip)
+    pair.optimizer.detach()
+    pair.optimizer = two_rules(pair.model, backend=backend, clip_grad_norm=clip)
+    pair.oracle = Both(pair.twin)
+    pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(4)))
+    pair.expect_equal()
+    first, second = pair.optimizer.param_groups
+    assert (second["weight_decay"], second["eps"]) == (1e-2, 1e-8)
+    assert "betas" not in first
+    assert "momentum" not in second
+
+
+def test_a_checkpoint_keeps_each_groups_rule():
+    model = mlp(6, 8, 4)
+    optimizer = two_rules(model)
+
+    def train(model, optimizer, seed):
+        model(batch(5, 6, seed=seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(model, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][1]["rule"] == "adamw"
+    other = mlp(6, 8, 4, seed=1)
+    other.load_state_dict(model.state_dict())
+    restored = two_rules(other)
+    restored.load_state_dict(saved)
+    train(model, optimizer, 1), train(other, restored, 1)
+    expect_bit_equal(snapshot(model, optimizer), snapshot(other, restored))
+    plain = forge.attach(mlp(6, 8, 4), "sgd", two_groups_of(mlp(6, 8, 4)), lr=1e-2, momentum=0.9)
+    with pytest.raises(ValueError, match="written by rule 'adamw', not 'sgd'"):
+        plain.load_state_dict(saved)
+
+
+def two_groups_of(model):
+    return [{"params": list(model[index].named_parameters(f"{index}"))} for index in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "match"),
+    [
+        ({"betas": (0.9, 0.9)}, TypeError, r"gives 'betas', which sgd does not have; it has: lr, momentum"),
+        ({"rule": "adamw", "lr": 1e-3, "momentum": 0.9}, TypeError, r"'momentum', which adamw does not have"),
+        ({"rule": "adamw"}, TypeError, "adamw needs lr="),
+        ({"rule": "adamw", "lr": -1.0}, ValueError, r"adamw: lr=-1\.0"),
+        ({"rule": "adamz", "lr": 1.0}, ValueError, "no rule 'adamz'"),
+    ],
+)
+def test_a_group_with_a_hyperparameter_that_its_rule_does_not_read(group, error, match):
+    model = mlp(6, 8, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(error, match=match):
+        forge.attach(model, "sgd", [{"params": list(model.parameters()), **group}], lr=1e-2)
+    expect_bit_equal(before, [p.detach() for p in model.parameters()])
+    # What no rule knows is the user's own.
+    forge.attach(model, "sgd", [{"params": list(model.parameters()), "note": "all"}], lr=1e-2)
+
+
+def test_momentum_that_is_switched_on_later_has_no_buffer():
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, "sgd", lr=1e-2)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    before = snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"^0\.weight: .* now need the states momentum_buffer, and it has none"):
+        model(batch(5, 6)).square().mean().backward()
+    expect_bit_equal(before, snapshot(model, optimizer))
+
+
+def test_a_checkpoint_with_momentum_is_loaded_where_there_are_buffers():
+    pair = Pair(mlp(6, 8, 4), rule="sgd", lr=1e-2, momentum=0.9, dampening=0.3)
+    pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(3)))
+    # torch's SGD counts no steps; after a load the buffer goes on, and is not begun anew.
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.oracle.state_dict()))
+    pair.train(mean_square(batch(5, 6, seed=3)))
+    pair.expect_equal()
+    without = forge.attach(mlp(6, 8, 4), "sgd", lr=1e-2)
+    with pytest.raises(ValueError, match="need the states momentum_buffer, and the optimizer has none; attach with"):
+        without.load_state_dict(pair.optimizer.state_dict())
