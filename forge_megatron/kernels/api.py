@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
 from .choice import choose_for
-from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot
+from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
 
 
 @torch.no_grad()
@@ -45,16 +45,9 @@ def wgrad_step(
     Raises:
         TypeError, ValueError: operands that do not fit, named; nothing has changed then.
     """
-    weight = slot.weight
-    resolve_backend(weight.device, backend)
     check_slot(slot)
-    if weight.dim() != 2:
-        raise ValueError(f"{slot.name}: shape {list(weight.shape)}; a weight gradient is [O, I]")
-    check_segments(slot.name, segments, weight.shape, weight.device)
-    check_multiplier(slot.name, multiplier, weight.device)
-    if accumulator is not None:
-        check_accumulator(slot.name, accumulator, weight.shape, weight.device)
-    chosen = choose_for(slot, segments, accumulator, backend)
+    check_multiplier(slot.name, multiplier, slot.weight.device)
+    chosen = _checked_choice(slot, segments, accumulator, backend)
     if chosen in WGRAD_ONLY:
         importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
     else:
@@ -139,6 +132,29 @@ def step(
             raise TypeError(f"{slot.name}: a gradient of dtype {grad.dtype} cannot be stepped")
     check_multiplier(slots[0].name, multiplier, device)
     _module(chosen, "step").step(slots, grads, multiplier)
+
+
+#: Layouts of operands that a slot remembers: batches may have a new number of tokens each.
+REMEMBERED = 64
+
+
+def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:
+    """The kernel for these operands; they are checked where a slot has not met their layout before."""
+    operands = tuple(layout(tensor) for segment in segments for tensor in segment)
+    key = (operands, None if accumulator is None else layout(accumulator), backend)
+    if key in slot.memo:
+        return slot.memo[key]
+    weight = slot.weight
+    resolve_backend(weight.device, backend)
+    if weight.dim() != 2:
+        raise ValueError(f"{slot.name}: shape {list(weight.shape)}; a weight gradient is [O, I]")
+    check_segments(slot.name, segments, weight.shape, weight.device)
+    if accumulator is not None:
+        check_accumulator(slot.name, accumulator, weight.shape, weight.device)
+    if len(slot.memo) >= REMEMBERED:
+        slot.memo.clear()
+    slot.memo[key] = choose_for(slot, segments, accumulator, backend)
+    return slot.memo[key]
 
 
 def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None):

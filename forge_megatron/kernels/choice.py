@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from .backend import has_tried_gluon, is_hopper, resolve_backend
+from .cost import MEASURED_BYTES, cublas_us, hopper_us
+from .hopper_config import choose_config
 from .slot import Segment, Slot
 
 #: Bytes to which the copy engine's rows are aligned.
@@ -29,6 +31,7 @@ def choose(
     device: torch.device | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    element_bytes: int = MEASURED_BYTES,
     accumulator: bool = False,
     backend: str = "auto",
 ) -> str:
@@ -39,6 +42,7 @@ def choose(
         tokens: of all segments together.
         device: the weight's.
         dtype: of weight, dY and X.
+        element_bytes: of weight, master and states together, for one coordinate.
         accumulator: whether a gradient that was summed before comes in too.
         backend: what the user asked for; anything but ``"auto"`` is only checked.
 
@@ -52,7 +56,10 @@ def choose(
     aligned = all(extent * dtype.itemsize % ROW_ALIGNMENT == 0 for extent in shape)
     if accumulator or not (half and aligned and tokens and min(shape)) or not is_hopper(torch.device(device)):
         return "triton"
-    return "hopper" if has_tried_gluon() else "cublas"
+    if not has_tried_gluon():
+        return "cublas"
+    sizes = (*shape, tokens, element_bytes)
+    return "hopper" if hopper_us(choose_config(*sizes), *sizes) <= cublas_us(*sizes) else "cublas"
 
 
 def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:
@@ -68,6 +75,7 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
         sum(dy.shape[0] for dy, _ in segments),
         weight.device,
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
+        element_bytes=slot.element_bytes,
         accumulator=accumulator is not None,
         backend=backend,
     )

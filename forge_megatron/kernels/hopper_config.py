@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from .cost import MEASURED_BYTES, hopper_us
+
 #: Shared memory of a CTA, less what barriers and reductions take.
 SHARED_BYTES = 232_448 - 1024
 
@@ -58,14 +60,20 @@ class Config:
 #: By name; ``slots`` is what fits with a bf16 weight and two bf16 states.
 CONFIGS = {
     "pp64": Config(True, 1, 128, 64, stages=5, slots=4, group=8),
-    "pp128": Config(True, 2, 128, 64, stages=4, slots=4, group=8),
-    "co256": Config(False, 1, 256, 32, stages=5, slots=4, group=4),
+    "pp128": Config(True, 2, 128, 64, stages=4, slots=4, group=4, chunks=4),
+    "co256": Config(False, 1, 256, 32, stages=5, slots=4, group=4, chunks=4),
 }
 
 
-def choose_config(rows: int, columns: int, tokens: int) -> str:
-    """Return the name of the configuration for an ``[rows, columns]`` gradient of ``tokens`` tokens."""
-    return "pp64" if tokens < 4096 else "co256"
+@functools.cache
+def choose_config(rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES) -> str:
+    """Return the configuration that :mod:`.cost` expects to be the fastest for an ``[rows, columns]`` gradient.
+
+    Args:
+        tokens: of all segments together.
+        element_bytes: of weight, master and states together, for one coordinate.
+    """
+    return min(CONFIGS, key=lambda name: hopper_us(name, rows, columns, tokens, element_bytes))
 
 
 @functools.cache

@@ -81,42 +81,88 @@ def wgrad_step(
         config: instead of the table's, for measurements.
     """
     segments = merge_segments(_with_tokens(segments))
-    rows, columns = slot.weight.shape
     if config is None:
-        config = CONFIGS[choose_config(rows, columns, sum(dy.shape[0] for dy, _ in segments))]
-    config = fitted(config, slot)
-    tiles = config.tiles(rows, columns)
-    partials = None
-    if slot.norm_sq is not None:
-        consumers = 1 if config.pingpong else 2
-        partials = torch.empty(tiles * consumers, dtype=torch.float32, device=slot.weight.device)
-    positional, keywords = arguments(slot, segments, multiplier, partials, config)
-    grid = (min(tiles, _processors(slot.weight.device)),)
-    hopper_wgrad_step_kernel[grid](*positional, **keywords)
-    if partials is not None:
-        slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
+        tokens = sum(dy.shape[0] for dy, _ in segments)
+        config = CONFIGS[choose_config(*slot.weight.shape, tokens, slot.element_bytes)]
+    key = (config, len(segments), segments[0][0].dtype, None if multiplier is None else multiplier.data_ptr() % 16)
+    launch = slot.memo.get(key)
+    if launch is None:
+        launch = slot.memo[key] = _Launch(slot, config)
+    launch(slot, segments, multiplier)
+
+
+class _Launch:
+    """The kernel, bound to one weight and one kind of operands, which alone change from call to call.
+
+    A small model's step is as long as the host takes to launch it, and Triton's own look at twenty arguments is a
+    third of that: after the first call the compiled kernel is launched itself.
+    """
+
+    def __init__(self, slot: Slot, config: Config):
+        self.config = fitted(config, slot)
+        tiles = self.config.tiles(*slot.weight.shape)
+        self.partials = None
+        if slot.norm_sq is not None:
+            count = tiles * (1 if config.pingpong else 2)
+            self.partials = torch.empty(count, dtype=torch.float32, device=slot.weight.device)
+        self.written = written_descriptors(slot, self.config)
+        self.grid = (min(tiles, _processors(slot.weight.device)), 1, 1)
+        self.compiled = None
+
+    def __call__(self, slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
+        positional = (
+            *operand_descriptors(segments, self.config),
+            *self.written,
+            slot.scalars,
+            multiplier,
+            self.partials,
+            self.config.group,
+        )
+        if self.compiled is None:
+            keywords = constants(slot, segments, self.config)
+            self.compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
+            self.constants = tuple(keywords[name] for name in hopper_wgrad_step_kernel.arg_names[len(positional) :])
+        else:
+            self.compiled[self.grid](*positional, *self.constants)
+        if self.partials is not None:
+            torch.sum(self.partials, 0, out=slot.norm_sq.data)
 
 
 def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:
     """The kernel's positional and keyword arguments, for a fitted ``config``."""
-    dys = [_describe(dy, config.block_t, 64) for dy, _ in segments]
-    xs = [_describe(x, config.block_t, config.block_i) for _, x in segments]
-    states = [_describe(state, 64, config.sub_i) for state in slot.states]
     positional = (
-        *dys,
-        *[None] * (MAX_SEGMENTS - len(dys)),
-        *xs,
-        *[None] * (MAX_SEGMENTS - len(xs)),
-        _describe(slot.weight, 64, config.sub_i),
-        None if slot.master is None else _describe(slot.master, 64, config.sub_i),
-        *states,
-        *[None] * (MAX_STATES - len(states)),
+        *operand_descriptors(segments, config),
+        *written_descriptors(slot, config),
         slot.scalars,
         multiplier,
         partials,
         config.group,
     )
-    keywords = {
+    return positional, constants(slot, segments, config)
+
+
+def operand_descriptors(segments: Sequence[Segment], config: Config) -> tuple:
+    """Every ``dY``, then every ``X``, each filled up with None."""
+    absent = (None,) * (MAX_SEGMENTS - len(segments))
+    dys = (_describe(dy, config.block_t, 64) for dy, _ in segments)
+    xs = (_describe(x, config.block_t, config.block_i) for _, x in segments)
+    return (*dys, *absent, *xs, *absent)
+
+
+def written_descriptors(slot: Slot, config: Config) -> tuple:
+    """Weight, master and states, the absent ones as None."""
+    states = [_describe(state, 64, config.sub_i) for state in slot.states]
+    return (
+        _describe(slot.weight, 64, config.sub_i),
+        None if slot.master is None else _describe(slot.master, 64, config.sub_i),
+        *states,
+        *[None] * (MAX_STATES - len(states)),
+    )
+
+
+def constants(slot: Slot, segments: Sequence[Segment], config: Config) -> dict:
+    """The kernel's compile-time arguments and launch options."""
+    return {
         "RULE": (compiled_update(slot.rule), slot.rule.n_scalars),
         "OPERAND": TL_DTYPES[segments[0][0].dtype],
         "TILE": (config.block_o, config.block_i),
@@ -131,7 +177,6 @@ def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tup
         "num_warps": 4,
         "maxnreg": MAXNREG,
     }
-    return positional, keywords
 
 
 def _with_tokens(segments: Sequence[Segment]) -> list[Segment]:
@@ -146,7 +191,7 @@ def _read(slot: Slot) -> tuple[Tensor, ...]:
 def fitted(config: Config, slot: Slot) -> Config | None:
     """``config`` as :func:`fit` makes it for the storage of ``slot``."""
     read = [tensor.element_size() for tensor in _read(slot)]
-    return fit(config, max(read), sum(tensor.element_size() for _, tensor in slot.tensors()))
+    return fit(config, max(read), slot.element_bytes)
 
 
 def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

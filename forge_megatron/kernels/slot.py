@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class Slot:
         norm_sq: 0-dim fp32 tensor that receives the sum of squares of the gradient, before the
             multiplier; None where it is not wanted.
         name: what errors call the weight.
+        memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
+            tensors were checked, which kernel takes which operands, descriptors.
     """
 
     rule: Rule
@@ -38,16 +40,29 @@ class Slot:
     master: Tensor | None = None
     norm_sq: Tensor | None = None
     name: str = "weight"
+    memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the weight-shaped tensors that a step writes, named."""
         named = [("weight", self.weight), *zip(self.rule.states, self.states, strict=True)]
         return named if self.master is None else [*named, ("master", self.master)]
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one coordinate: weight, master and states."""
+        return sum(tensor.element_size() for _, tensor in self.tensors())
+
 
 def check_slot(slot: Slot) -> None:
-    """Raise ``ValueError`` or ``TypeError`` unless the slot's tensors belong together."""
+    """Raise ``ValueError`` or ``TypeError`` unless the slot's tensors belong together.
+
+    Once checked, only the weight is looked at again: a user may move it, the others are the optimizer's.
+    """
     weight = slot.weight
+    place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+    if slot.memo.get("place") == place:
+        return
+    slot.memo.clear()
     if len(slot.states) != len(slot.rule.states):
         raise ValueError(
             f"{slot.name}: {slot.rule.name} has the states {slot.rule.states}, got {len(slot.states)} tensors"
@@ -62,6 +77,12 @@ def check_slot(slot: Slot) -> None:
     _check_fp32(slot.name, "scalars", slot.scalars, (slot.rule.n_scalars,), weight.device)
     if slot.norm_sq is not None:
         _check_fp32(slot.name, "norm_sq", slot.norm_sq, (), weight.device)
+    slot.memo["place"] = place
+
+
+def layout(tensor: Tensor) -> tuple:
+    """What decides whether a kernel takes ``tensor``, and nothing else of it."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
 def check_multiplier(name: str, multiplier: Tensor | None, device: torch.device) -> None:

@@ -5,6 +5,8 @@ import torch
 
 import forge_megatron.kernels.backend as backends
 from forge_megatron.kernels import choose
+from forge_megatron.kernels.cost import TILES
+from forge_megatron.kernels.hopper_config import CONFIGS, choose_config
 
 
 def clear():
@@ -39,6 +41,24 @@ def test_auto_takes_the_hopper_kernel_only_where_it_runs(on_hopper):
     assert choose((4096, 4096), 512, "cuda") == "triton"
     with pytest.raises(ValueError, match=r'backend="hopper" needs compute capability 9\.0'):
         choose((4096, 4096), 512, "cuda", backend="hopper")
+
+
+def test_a_shape_decides_between_the_hopper_kernel_and_cublas(on_hopper):
+    """The order is what recipes/bench/results/h200_kernels.json measured: rounds of tiles that are nearly empty lose."""
+    on_hopper("3.6.0")
+    assert choose((1024, 1024), 512, "cuda") == "hopper"
+    assert choose((1024, 1024), 8192, "cuda") == "cublas"
+    assert choose((1024, 2560), 2048, "cuda") == "cublas"
+    assert choose((14336, 4096), 8192, "cuda") == "hopper"
+    assert choose_config(14336, 4096, 8192) == "co256"
+    assert choose_config(4096, 2560, 8192) == "pp128"
+    assert choose_config(1024, 1024, 512) == "pp64"
+
+
+def test_the_configurations_have_the_tiles_that_their_cost_speaks_of():
+    assert {name: (config.block_o, config.block_i) for name, config in CONFIGS.items()} == {
+        name: (rows, columns) for name, (rows, columns, _, _) in TILES.items()
+    }
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])

@@ -59,9 +59,5 @@ def test_the_hopper_kernel_compiles_and_keeps_everything_in_registers(tmp_path_f
     assert {entry["config"] for entry in compiled} == set(CONFIGS)
     assert len(compiled) == 6 + 2 * (len(CONFIGS) - 1)
     assert all(entry["wgmma"] for entry in compiled)
-    # AdamW in torch's own order of operations costs two registers more than there are, once a sub-tile, where the norm
-    # is taken too.
-    spilling = {(entry["config"], entry["launch"]) for entry in compiled if entry["spilled_bytes"]}
-    assert spilling <= {("pp128", "bf16 norm"), ("pp128", "bf16 segments"), ("co256", "bf16 norm")}
-    assert max(entry["spilled_bytes"] for entry in compiled) <= 16
+    assert not [entry for entry in compiled if entry["spilled_bytes"]]
     assert max(entry["shared_bytes"] for entry in compiled) <= 232_448
