@@ -44,7 +44,7 @@ def test_auto_takes_the_hopper_kernel_only_where_it_runs(on_hopper):
 
 
 def test_a_shape_decides_between_the_hopper_kernel_and_cublas(on_hopper):
-    """The order is what recipes/bench/results/h200_kernels.json measured: rounds of tiles that are nearly empty lose."""
+    """In the order of recipes/bench/results/h200_kernels.json: rounds of tiles that are nearly empty lose."""
     on_hopper("3.6.0")
     assert choose((1024, 1024), 512, "cuda") == "hopper"
     assert choose((1024, 1024), 8192, "cuda") == "cublas"
