@@ -8,19 +8,22 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from forge_megatron.linear.modules import fuse
+from forge_megatron.linear import ForgeLinear
+from forge_megatron.linear.attached import Attached, fuse
 from forge_megatron.linear.ownership import reason_not_fused
 from forge_megatron.optimizer import ForgeOptimizer
+from forge_megatron.vocab import ForgeEmbedding
+from forge_megatron.vocab import embedding as vocab_embedding
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None, **options) -> ForgeOptimizer:
-    """Makes the linear layers of ``model`` step their weights inside backward.
+    """Makes the linear layers and embeddings of ``model`` step their weights inside backward.
 
-    The model must already be on its device and in its dtype. Weights of linear layers are owned: their
-    ``.grad`` stays None. Every other parameter, and a weight that something reads without calling its
-    module, is stepped from ``.grad`` at ``step()`` by the same rule.
+    The model must already be on its device and in its dtype. Their weights are owned: ``.grad`` stays None.
+    Every other parameter, and a weight that something reads without calling its module, is stepped from
+    ``.grad`` at ``step()`` by the same rule.
 
     Args:
         model: any module.
@@ -43,7 +46,7 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     _warn_untied(model)
     optimizer = ForgeOptimizer(_named_groups(params, names), rule, **options)
     try:
-        own_linears(model, optimizer)
+        own_weights(model, optimizer)
     except Exception:
         optimizer.detach()
         raise
@@ -51,25 +54,35 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     return optimizer
 
 
-def own_linears(model: nn.Module, optimizer: ForgeOptimizer) -> None:
-    """Gives ``optimizer`` every linear weight of ``model`` that it can step, and the reason for the others."""
-    weights: dict[Tensor, list[nn.Module]] = {}
+def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
+    """Gives ``optimizer`` every weight of a linear or embedding that it can step, and the reason for the others.
+
+    An embedding that cannot be owned leaves its weight to a head that shares it, which then waits for both.
+    """
+    weights: dict[Tensor, list[tuple[nn.Module, type[Attached]]]] = {}
+    read: dict[Tensor, str] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight not in optimizer.names:
             continue
-        reason = reason_not_fused(module)
-        if reason is None:
-            weights.setdefault(weight, []).append(module)
+        if isinstance(module, nn.Embedding):
+            reason, forge, others = vocab_embedding.reason_not_fused(module), ForgeEmbedding, read
         elif isinstance(module, nn.Linear):
-            optimizer.reasons[weight] = reason
+            reason, forge, others = reason_not_fused(module), ForgeLinear, optimizer.reasons
+        else:
+            continue
+        if reason is None:
+            weights.setdefault(weight, []).append((module, forge))
+        else:
+            others[weight] = reason
     for weight, modules in weights.items():
         if weight in optimizer.reasons or weight in optimizer.owned:
             continue
         owned = optimizer.own(weight)
-        for module in modules:
-            fuse(module, owned)
-        optimizer.fused_modules.extend(modules)
+        for module, forge in modules:
+            fuse(module, owned, forge)
+        optimizer.fused_modules.extend(module for module, _ in modules)
+    optimizer.reasons.update((weight, reason) for weight, reason in read.items() if weight not in optimizer.owned)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -78,7 +78,7 @@ def cover(
         elif p in owned:
             how = "read without calling its module: stepped from .grad"
         else:
-            how = reasons.get(p, "not the weight of a linear layer")
+            how = reasons.get(p, "not the weight of a linear layer or an embedding")
         rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {}))))
     return Coverage(rows)
 

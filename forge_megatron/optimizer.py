@@ -14,7 +14,7 @@ from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Pending, 
 from forge_megatron.coverage import Coverage, cover
 from forge_megatron.groups import complete, joining, named_parameters, rule_of
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
-from forge_megatron.linear.modules import unfuse
+from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
 from forge_megatron.parameters import Parameters
 from forge_megatron.state import load_state, new_state

@@ -30,7 +30,11 @@ class Pending:
         """Writes Σ g² of every pending gradient to its slot; no gradient of a linear is formed whole."""
         for owned in self.waiting:
             kernels.wgrad_norm_sq(
-                owned.factors.segments, owned.slot.norm_sq, accumulator=_summed_before(owned), backend=self.backend
+                owned.factors.segments,
+                owned.slot.norm_sq,
+                accumulator=_summed_before(owned),
+                shape=owned.weight.shape,
+                backend=self.backend,
             )
         for slots in self.ordinary.values():
             norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])

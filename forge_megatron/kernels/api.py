@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
 from .choice import choose_for
+from .lookups import is_lookup
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
 
 
@@ -37,7 +38,8 @@ def wgrad_step(
     Args:
         slot: an ``[O, I]`` weight, updated in place; ``slot.norm_sq`` receives the sum of squares
             of the gradient, before the multiplier.
-        segments: ``(dY [T, O], X [T, I])`` of each use; fp32, bf16 or fp16, any strides, T >= 0.
+        segments: ``(dY [T, O], X [T, I])`` of each use; fp32, bf16 or fp16, any strides, T >= 0. For dY
+            may stand the int64 ids ``[T]`` of its one-hot rows.
         accumulator: fp32 or bf16 ``[O, I]``, a gradient that was summed before; only read.
         multiplier: 0-dim fp32 tensor on the weight's device.
         backend: ``"auto"`` takes what :func:`choose` names; see there and :func:`resolve_backend`.
@@ -60,11 +62,15 @@ def wgrad_norm_sq(
     out: Tensor,
     *,
     accumulator: Tensor | None = None,
+    shape: torch.Size | None = None,
     backend: str = "auto",
 ) -> None:
     """Write the sum of squares of ``G`` to ``out``, a 0-dim fp32 or fp64 tensor.
 
     On Triton ``G`` exists one tile at a time.
+
+    Args:
+        shape: ``[O, I]``, which ids alone do not tell.
 
     Raises:
         TypeError, ValueError: operands that do not fit; ``out`` has not changed then.
@@ -72,11 +78,11 @@ def wgrad_norm_sq(
     chosen = resolve_backend(out.device, backend)
     if out.dim() != 0 or out.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; give a 0-dim fp32 or fp64 tensor")
-    shape = _gradient_shape(segments, accumulator)
+    shape = _gradient_shape(segments, accumulator, shape)
     check_segments("wgrad_norm_sq", segments, shape, out.device)
     if accumulator is not None:
         check_accumulator("wgrad_norm_sq", accumulator, shape, out.device)
-    _module(chosen, "wgrad").wgrad_norm_sq(segments, out, accumulator)
+    _module(chosen, "wgrad").wgrad_norm_sq(segments, out, accumulator, shape)
 
 
 @torch.no_grad()
@@ -157,10 +163,15 @@ def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor
     return slot.memo[key]
 
 
-def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None):
+def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size | None) -> torch.Size:
     if accumulator is not None:
         return accumulator.shape
-    return torch.Size((segments[0][0].shape[-1], segments[0][1].shape[-1])) if segments else None
+    dense = next((segment for segment in segments if not is_lookup(segment)), None)
+    if dense is not None:
+        return torch.Size((dense[0].shape[-1], dense[1].shape[-1]))
+    if segments and shape is None:
+        raise ValueError("wgrad_norm_sq: ids do not tell how many rows the weight has; give its shape")
+    return torch.Size((0, 0)) if shape is None else shape
 
 
 def _module(backend: str, part: str) -> ModuleType:

@@ -19,6 +19,7 @@ from torch import Tensor
 from .backend import has_tried_gluon, is_hopper, resolve_backend
 from .cost import MEASURED_BYTES, cublas_us, hopper_us
 from .hopper_config import choose_config
+from .lookups import is_lookup
 from .slot import Segment, Slot
 
 #: Bytes to which the copy engine's rows are aligned.
@@ -69,6 +70,9 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
         ValueError: ``backend`` asks for a kernel that cannot take them.
     """
     weight = slot.weight
+    if any(map(is_lookup, segments)):
+        # Only the portable kernels know ids.
+        return "reference" if resolve_backend(weight.device, backend) == "reference" else "triton"
     dtypes = {tensor.dtype for segment in segments for tensor in segment}
     chosen = choose(
         weight.shape,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..formats import state_format_of
 from ..rules.bind import bind, torch_language
+from .lookups import Lookups, is_lookup
 from .slot import Segment, Slot
 
 #: Elements of the gradient that exist at once: large enough for a full-speed GEMM, small enough
@@ -20,10 +21,10 @@ BLOCK_ELEMENTS = 1 << 17
 
 
 def wgrad_step(slot, segments, accumulator, multiplier) -> None:
-    segments = _fp32_inputs(segments)
+    segments, lookups = _fp32_inputs(segments)
     norm = None if slot.norm_sq is None else _zero_norm(slot.weight)
     for rows in _row_blocks(slot.weight.shape):
-        grad = _wgrad(segments, accumulator, rows, slot.weight)
+        grad = _wgrad(segments, lookups, accumulator, rows, slot.weight)
         if norm is not None:
             norm += _sum_of_squares(grad)
         _apply(slot, rows, grad, multiplier)
@@ -31,20 +32,19 @@ def wgrad_step(slot, segments, accumulator, multiplier) -> None:
         slot.norm_sq.data.copy_(norm)
 
 
-def wgrad_norm_sq(segments, out, accumulator) -> None:
-    segments = _fp32_inputs(segments)
-    template = accumulator if accumulator is not None else _template(segments)
+def wgrad_norm_sq(segments, out, accumulator, shape) -> None:
+    segments, lookups = _fp32_inputs(segments)
+    template = accumulator if accumulator is not None else out.new_empty(()).expand(shape)
     norm = _zero_norm(out)
-    if template is not None:
-        for rows in _row_blocks(template.shape):
-            norm += _sum_of_squares(_wgrad(segments, accumulator, rows, template))
+    for rows in _row_blocks(shape):
+        norm += _sum_of_squares(_wgrad(segments, lookups, accumulator, rows, template))
     out.data.copy_(norm)
 
 
 def wgrad_accumulate(segments, accumulator) -> None:
-    segments = _fp32_inputs(segments)
+    segments, lookups = _fp32_inputs(segments)
     for rows in _row_blocks(accumulator.shape):
-        accumulator.data[rows] = _wgrad(segments, accumulator, rows, accumulator)
+        accumulator.data[rows] = _wgrad(segments, lookups, accumulator, rows, accumulator)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
@@ -62,26 +62,21 @@ def _row_blocks(shape) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def _fp32_inputs(segments: Sequence[Segment]) -> list[Segment]:
-    return [(dy, x.float()) for dy, x in segments]
+def _fp32_inputs(segments: Sequence[Segment]) -> tuple[list[Segment], Lookups | None]:
+    dense = [(dy, x.float()) for dy, x in segments if not is_lookup((dy, x))]
+    return dense, Lookups.of([segment for segment in segments if is_lookup(segment)])
 
 
-def _template(segments: Sequence[Segment]) -> Tensor | None:
-    """A tensor of the gradient's shape that takes no memory."""
-    if not segments:
-        return None
-    dy, x = segments[0]
-    return dy.new_empty(()).expand(dy.shape[1], x.shape[1])
-
-
-def _wgrad(segments, accumulator, rows: slice, template: Tensor) -> Tensor:
+def _wgrad(segments, lookups, accumulator, rows: slice, template: Tensor) -> Tensor:
     """Rows of ``sum dY^T X + accumulator``, in fp32. X is fp32 already, dY is not."""
     grad = None if accumulator is None else accumulator[rows].to(torch.float32, copy=True)
     for dy, x in segments:
         dy = dy[:, rows].float().t()
         grad = dy @ x if grad is None else grad.addmm_(dy, x)
     if grad is None:
-        grad = torch.zeros_like(template[rows], dtype=torch.float32)
+        grad = torch.zeros_like(template[rows], dtype=torch.float32, memory_format=torch.contiguous_format)
+    if lookups is not None:
+        lookups.add_to(grad, rows.start)
     return grad
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..rules import Rule
+from .lookups import is_lookup
 
-#: ``(dY [T, O], X [T, I])``: the factors of one use of a weight. Any strides; T may be 0.
+#: ``(dY [T, O], X [T, I])``: the factors of one use of a weight. Any strides; T may be 0. An embedding's
+#: are ``(ids [T], dE [T, I])``, int64 ids for the one-hot rows of dY; see :mod:`.lookups`.
 Segment = tuple[Tensor, Tensor]
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,6 +96,9 @@ def check_multiplier(name: str, multiplier: Tensor | None, device: torch.device)
 def check_segments(name: str, segments: Sequence[Segment], shape: torch.Size | None, device: torch.device) -> None:
     """Raise ``ValueError`` unless every segment is ``dY [T, O], X [T, I]`` of one ``[O, I]``."""
     for dy, x in segments:
+        if is_lookup((dy, x)):
+            _check_lookup(name, dy, x, shape, device)
+            continue
         if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
             raise ValueError(
                 f"{name}: dY is {_describe(dy)} and X is {_describe(x)}; flatten both to [tokens, features]"
@@ -105,6 +110,19 @@ def check_segments(name: str, segments: Sequence[Segment], shape: torch.Size | N
             raise ValueError(f"{name}: dY is on {dy.device} and X on {x.device}, expected {device}")
         if dy.dtype not in WEIGHT_DTYPES or x.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: dY is {dy.dtype} and X {x.dtype}; use float32/bfloat16/float16")
+
+
+def _check_lookup(name: str, ids: Tensor, values: Tensor, shape: torch.Size | None, device: torch.device) -> None:
+    fits = shape is None or values.shape[-1:] == shape[1:]
+    if ids.dim() != 1 or values.dim() != 2 or ids.shape[0] != values.shape[0] or not fits:
+        raise ValueError(
+            f"{name}: ids are {_describe(ids)} and their gradients {_describe(values)}; flatten them to [tokens] and "
+            "[tokens, features]"
+        )
+    if ids.device != device or values.device != device:
+        raise ValueError(f"{name}: ids are on {ids.device} and their gradients on {values.device}, expected {device}")
+    if values.dtype not in WEIGHT_DTYPES:
+        raise TypeError(f"{name}: the gradients of ids are {values.dtype}; use float32/bfloat16/float16")
 
 
 def check_accumulator(name: str, accumulator: Tensor, shape, device: torch.device) -> None:

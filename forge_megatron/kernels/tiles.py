@@ -45,16 +45,18 @@ UNALIGNED_FP32 = Tile(64, 64, 16, group=8, parts=4, num_warps=8, num_stages=2)
 FEW_TILES = 132
 
 
-def choose_tile(rows: int, columns: int, *, fp32: bool, aligned: bool) -> Tile:
+def choose_tile(rows: int, columns: int, *, fp32: bool, aligned: bool, product: bool = True) -> Tile:
     """Return the tile for an ``[rows, columns]`` gradient.
 
     Args:
         rows, columns: of the weight.
         fp32: its operands multiply in fp32 (or TF32).
         aligned: every row of every operand begins on a 16-byte boundary.
+        product: it is a product of matrices; without one nothing is shared by the rows of a large tile, and
+            several programs with small ones hide each other's loads.
     """
     if not aligned:
         return UNALIGNED_FP32 if fp32 else UNALIGNED
     large, small = (LARGE_FP32, SMALL_FP32) if fp32 else (LARGE, SMALL)
     tiles = -(-rows // large.block_o) * -(-columns // large.block_i)
-    return small if tiles < FEW_TILES else large
+    return small if tiles < FEW_TILES or not product else large

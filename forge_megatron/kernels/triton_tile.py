@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_language import dot_fp32
+from .triton_language import INTERPRETED, dot_fp32, is_finite
+
+#: Tokens of one step of a sum over lookups: a tile of an embedding has few, and their addresses take registers.
+LOOKUPS = tl.constexpr(16)
 
 
 @triton.jit
@@ -74,6 +77,43 @@ def gradient_tile(
             dy += block * dy_t
             x += block * x_t
     return acc
+
+
+@triton.jit
+def add_lookups(
+    tile,
+    lookups,
+    strides,
+    row,
+    column,
+    O,
+    I,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """``tile + onehot(ids)^T dE`` over the tokens of the tile's rows, which are neighbours in the order of ids."""
+    ids, order, values, starts = lookups
+    stride_t, stride_i = strides
+    here = row + tl.arange(0, BLOCK_O)
+    columns = column + tl.arange(0, BLOCK_I)
+    first = tl.load(starts + row // BLOCK_O)
+    end = tl.load(starts + row // BLOCK_O + 1)
+    for start in tl.range(first, end, LOOKUPS, num_stages=1):
+        position = start + tl.arange(0, LOOKUPS)
+        inside = position < end
+        id = tl.load(ids + position, mask=inside, other=-1)
+        token = tl.load(order + position, mask=inside, other=0)
+        address = values + token[:, None] * stride_t + columns[None, :].to(tl.int64) * stride_i
+        value = tl.load(address, mask=inside[:, None] & (columns < I)[None, :], other=0.0)
+        chosen = (here[:, None] == id[None, :]).to(tl.float32)
+        finite = is_finite(value.to(tl.float32))
+        # Zero times infinity would spread over the rows of all other tokens.
+        tile = dot_fp32(chosen if INTERPRETED else chosen.to(value.dtype), tl.where(finite, value, 0.0), tile, "ieee")
+        broken = tl.where(finite, 0.0, 1.0)
+        if tl.max(tl.max(broken, 1), 0) > 0.0:
+            hit = tl.dot(chosen.to(tl.float16), broken.to(tl.float16))
+            tile = tl.where(hit > 0.0, float("nan"), tile)
+    return tile
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import state_format, state_format_of
+from .lookups import Lookups, is_lookup
 from .slot import Segment, Slot
 from .tiles import choose_tile
 from .triton_language import (
@@ -23,7 +24,7 @@ from .triton_language import (
     load_scalars,
     round_to,
 )
-from .triton_tile import column_parts, gradient_tile, in_range, locate, tile_position
+from .triton_tile import add_lookups, column_parts, gradient_tile, in_range, locate, tile_position
 
 #: Token counts of the segments of one launch: each unrolls another loop, so what is beyond is
 #: concatenated first. They change from batch to batch and must not compile the kernel anew, as
@@ -44,6 +45,8 @@ def wgrad_step_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    lookups,
+    lookup_strides,
     accumulator,
     accumulator_strides,
     weight,
@@ -71,6 +74,8 @@ def wgrad_step_kernel(
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     tile = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
+    if lookups is not None:
+        tile = add_lookups(tile, lookups, lookup_strides, row, column, O, I, BLOCK_O, BLOCK_I)
     h = load_scalars(scalars, N_SCALARS)
     sum_of_squares = 0.0
     tiles = column_parts(tile, PARTS)
@@ -122,6 +127,8 @@ def wgrad_norm_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    lookups,
+    lookup_strides,
     accumulator,
     accumulator_strides,
     partials,
@@ -137,6 +144,8 @@ def wgrad_norm_kernel(
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
+    if lookups is not None:
+        g = add_lookups(g, lookups, lookup_strides, row, column, O, I, BLOCK_O, BLOCK_I)
     if accumulator is not None:
         inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
         corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
@@ -153,6 +162,8 @@ def wgrad_accumulate_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    lookups,
+    lookup_strides,
     accumulator,
     accumulator_strides,
     O,
@@ -167,6 +178,8 @@ def wgrad_accumulate_kernel(
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
+    if lookups is not None:
+        g = add_lookups(g, lookups, lookup_strides, row, column, O, I, BLOCK_O, BLOCK_I)
     inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
     corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
     sums = accumulator + corner + offset
@@ -206,14 +219,9 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
         slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
 
 
-def wgrad_norm_sq(segments, out: Tensor, accumulator) -> None:
+def wgrad_norm_sq(segments, out: Tensor, accumulator, shape) -> None:
     """Launch the norm of one weight gradient, on operands that the caller checked."""
-    if accumulator is not None:
-        rows, columns = accumulator.shape
-    elif segments:
-        rows, columns = segments[0][0].shape[1], segments[0][1].shape[1]
-    else:
-        rows, columns = 0, 0
+    rows, columns = shape
     launch = _Launch(segments, accumulator, rows, columns)
     partials = launch.partials(out.device)
     if launch.grid[0]:
@@ -238,26 +246,29 @@ class _Launch:
     """
 
     def __init__(self, segments, accumulator, rows: int, columns: int, written=()):
-        segments = merge_segments([s for s in segments if s[0].shape[0]])
+        lookups = Lookups.of([segment for segment in segments if is_lookup(segment)])
+        segments = merge_segments([s for s in segments if s[0].shape[0] and not is_lookup(s)])
         dys, xs = zip(*segments, strict=True) if segments else ((), ())
+        tensors = [*dys, *xs, *written, *(() if accumulator is None else (accumulator,))]
+        aligned = rows % 16 == columns % 16 == 0 and all(map(_is_aligned, tensors))
+        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
+        wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
+        precise = lookups is not None and lookups.values.dtype is torch.float32
+        tile = choose_tile(rows, columns, fp32=fp32 or precise, aligned=aligned, product=bool(segments))
         self.operands = (
             dys,
             xs,
             tuple((*dy.stride(), *x.stride()) for dy, x in segments),
             *(dy.shape[0] for dy in dys),
             *(0 for _ in range(MAX_SEGMENTS - len(dys))),
+            *_lookup_operands(lookups, rows, tile.block_o),
             accumulator,
             None if accumulator is None else accumulator.stride(),
         )
-        tensors = [*dys, *xs, *written, *(() if accumulator is None else (accumulator,))]
-        aligned = rows % 16 == columns % 16 == 0 and all(map(_is_aligned, tensors))
-        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
-        wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
-        tile = choose_tile(rows, columns, fp32=fp32, aligned=aligned)
         self.parts = tile.parts
         # More operands take more registers than two programs on one processor leave each other.
-        few = len(segments) == 1 and accumulator is None and all(t.element_size() <= 2 for t in written)
-        self.maxnreg = tile.maxnreg if few else None
+        few = len(segments) == 1 and lookups is None and accumulator is None
+        self.maxnreg = tile.maxnreg if few and all(t.element_size() <= 2 for t in written) else None
         self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
         self.options = {
             "BLOCK_O": tile.block_o,
@@ -273,6 +284,13 @@ class _Launch:
     def partials(self, device: torch.device) -> Tensor:
         """One fp32 sum of squares a tile; their sum has a fixed order, so replicas agree."""
         return torch.empty(self.grid, dtype=torch.float32, device=device)
+
+
+def _lookup_operands(lookups: Lookups | None, rows: int, block: int) -> tuple:
+    if lookups is None:
+        return None, None
+    starts = lookups.starts(rows, block)
+    return (lookups.ids, lookups.order, lookups.values, starts), lookups.values.stride()
 
 
 def merge_segments(segments: Sequence[Segment]) -> list[Segment]:

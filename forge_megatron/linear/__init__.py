@@ -1,5 +1,6 @@
 """Linear layers whose weight gradient is handed to a sink instead of to ``.grad``."""
 
+from forge_megatron.linear.attached import Attached
 from forge_megatron.linear.function import owned_linear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
@@ -7,6 +8,7 @@ from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use,
 from forge_megatron.linear.sink import FusedStep, Sink
 
 __all__ = [
+    "Attached",
     "ForgeLinear",
     "FusedStep",
     "Ledger",

@@ -22,6 +22,11 @@ def reason_not_fused(module: nn.Module) -> str | None:
     # A ForgeLinear whose optimizer was deleted is attached again.
     if type(module).forward not in (nn.Linear.forward, ForgeLinear.forward):
         return f"{type(module).__name__} has a forward of its own"
+    return reason_not_owned(module)
+
+
+def reason_not_owned(module: nn.Module) -> str | None:
+    """None if ``module.weight`` is a parameter that can be stepped where its module is differentiated."""
     if parametrize.is_parametrized(module):
         return "parametrized: the parameter is not the matrix that is multiplied"
     weight = module._parameters.get("weight")

@@ -31,11 +31,16 @@ LAUNCHES = {
     "segments": ((2048, 2048), (512, 512, 512, 512), FP32),
     "small": ((512, 512), (512,), None),
     "odd": ((333, 101), (17, 5), FP32),
+    "lookup": ((2048, 2048), (), None),
+    "tied": ((2048, 2048), (512,), None),
 }
 COMPILED = [
     ("bf16", "large"),
     ("bf16", "small"),
     ("bf16", "odd"),
+    ("bf16", "lookup"),
+    ("bf16", "tied"),
+    ("fp32", "lookup"),
     ("fp16-master", "segments"),
     ("fp16-master", "small"),
     ("fp16-master", "odd"),
@@ -108,10 +113,12 @@ def main() -> None:
         weight, state, master = STORAGE[storage]
         shape, tokens, accumulator = LAUNCHES[name]
         segments = [tuple(torch.zeros(t, n, dtype=weight) for n in shape) for t in tokens]
+        if name in ("lookup", "tied"):
+            segments.append((torch.zeros(512, dtype=torch.int64), torch.zeros(512, shape[1], dtype=weight)))
         added = None if accumulator is None else torch.zeros(shape, dtype=accumulator)
         triton_wgrad.wgrad_step(slot(shape, weight, state, master), segments, added, torch.zeros(()))
         if name == "segments":
-            triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added)
+            triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added, torch.Size(shape))
             triton_wgrad.wgrad_accumulate(segments, added)
     for storage, size in (("bf16", 4096), ("fp16-master", 4096), ("fp16-master", 4097)):
         label = f"{storage} {size}"
