@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
-from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Pending, plan
-from forge_megatron.coverage import Coverage, cover
+from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Skips, plan
 from forge_megatron.groups import complete, joining, named_parameters, rule_of
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
 from forge_megatron.parameters import Parameters
 from forge_megatron.state import load_state, new_state
+from forge_megatron.stepping import Stepping
 
 
 def _not_built(what: str, instead: str):
     raise NotImplementedError(f"{what} is not built yet; {instead}")
 
 
-class ForgeOptimizer(torch.optim.Optimizer):
+class ForgeOptimizer(Stepping):
     """Steps owned weights in the backward that completes their gradients, and the rest in :meth:`step`.
 
     Use :func:`forge_megatron.attach` for a plain model. Parameters that no linear hands over are stepped
@@ -40,6 +40,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         accumulation_steps: micro-batches a step; None: any number.
         clip_grad_norm: largest global gradient norm; every weight then waits for ``step()``.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
+        skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight and state, the
+            others are stepped. ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
 
@@ -49,8 +51,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         NotImplementedError: an option that is not built yet.
     """
 
-    # GradScaler then hands its scale to step(), which refuses it, instead of looking for gradients
-    # that do not exist.
+    # GradScaler then leaves unscaling and skipping to step(), instead of looking for gradients that do not exist.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -97,6 +98,8 @@ class ForgeOptimizer(torch.optim.Optimizer):
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         super().__init__(params, self.rule.resolve(hyperparameters))
+        self._skips = Skips()
+        self._measured: tuple[Tensor, Tensor | None] | None = None
         self._grad_norm = torch.zeros((), device=self._parameters.all[0].device)
 
     # ---- parameters
@@ -171,11 +174,6 @@ class ForgeOptimizer(torch.optim.Optimizer):
             owned.slot = self._parameters.slots[owned.weight]
             owned.step = self.state[owned.weight]["step"]
 
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """What errors, tables and checkpoints call each parameter, in the order of the groups."""
-        return self._parameters.labels
-
     def watch(self) -> None:
         """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
         self._watching = True
@@ -205,107 +203,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
             self.admit(p)
         self._parameters.open_window()
 
-    # ---- the step
-
-    @torch.no_grad()
-    def step(self, closure=None, *, gradient_multiplier: float | Tensor | None = None):
-        """Steps what has not been stepped in backward, and closes the window.
-
-        Args:
-            closure: runs forward and backward again and returns the loss.
-            gradient_multiplier: scales every gradient (for example one over the window's token count),
-                a float or a 0-dim tensor; needs waiting (``clip_grad_norm``, ``accumulation_steps`` or
-                ``waiting=True``).
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
-        """
-        if self.__dict__.pop("grad_scale", None) is not None:
-            _not_built("GradScaler with ForgeOptimizer", "train in bfloat16, which needs no loss scaling")
-        if gradient_multiplier is not None and not self._plan.waits:
-            raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._ledger.expect_usable()
-        self._gradients.expect_zeroed()
-        self.before_updates()
-        pending = self._pending()
-        updated = next((owned for owned in self.owned.values() if owned.updated), None)
-        if updated is not None or pending.waiting:
-            self._gradients.expect_untouched((updated or pending.waiting[0]).name)
-        elif not pending.ordinary:
-            self._ledger.expect_asked_for()
-        self._parameters.follow_schedule(updated.name if updated is not None else None)
-        multiplier = self._multiplier(pending, gradient_multiplier)
-        measured = self._plan.clip_grad_norm is not None
-        pending.apply(multiplier, with_norms=not measured)
-        stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
-        for weight in (*stepped, *(owned.weight for owned in pending.waiting)):
-            self.state[weight]["step"].add_(1)
-        if not measured:
-            self._grad_norm = self._norm(multiplier)
-        self._parameters.advance_running()
-        self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
-        self._ledger.close_window()
-        self._parameters.close_window()
-        self._gradients.close_window(stepped if self.owned else None)
-        return loss
-
-    def _pending(self) -> Pending:
-        """The weights that wait, and the parameters that are stepped from ``.grad``; checks both."""
-        waiting = []
-        for owned in self.owned.values():
-            owned.expect_as_updated()
-            owned.factors.expect_unchanged(owned.name)
-            zeroed = owned.weight in self._zeroed and not owned.updated and owned.weight.grad is None
-            if owned.factors or zeroed:
-                waiting.append(owned)
-        taken = {owned.weight for owned in waiting}
-        ordinary = [p for p in self._parameters.all if p.grad is not None and p not in taken]
-        for p in ordinary:
-            if p in self.owned:
-                self.owned[p].bypassed = True
-        return Pending(waiting, self._parameters.by_device(ordinary), self.backend)
-
-    def _multiplier(self, pending: Pending, gradient_multiplier) -> Tensor | None:
-        """The one coefficient of all parameters; sets ``grad_norm`` where it reads the norm."""
-        multiplier = None
-        if gradient_multiplier is not None:
-            multiplier = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=self._grad_norm.device)
-        limit = self._plan.clip_grad_norm
-        if limit is None:
-            return multiplier
-        pending.measure()
-        self._grad_norm = self._norm(multiplier)
-        coefficient = torch.clamp(limit / (self._grad_norm + 1e-6), max=1.0)
-        return coefficient if multiplier is None else coefficient * multiplier
-
-    def norms_sq(self) -> Tensor:
-        """Σ g² of each parameter's pending gradient, fp32 ``[parameters]`` in the order of the groups.
-
-        Reads the kept factors, the accumulators and ``.grad``; 0 where there is nothing. For a caller that
-        clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
-        """
-        self._ledger.expect_usable()
-        self.before_updates()
-        pending = self._pending()
-        with torch.no_grad():
-            pending.measure()
-            return self._parameters.norms_sq()
-
-    def _norm(self, multiplier: Tensor | None) -> Tensor:
-        norm = self.reduce_norm_sq(self._parameters.norms_sq()).sqrt().float()
-        return norm if multiplier is None else norm * multiplier.abs()
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """The last step's global gradient norm before clipping, 0-dim fp32; reading it synchronises nothing."""
-        return self._grad_norm
+    # ---- discarding
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards what waits for ``step()``, as torch discards ``.grad``.
@@ -349,23 +247,16 @@ class ForgeOptimizer(torch.optim.Optimizer):
     def rollback(self) -> None:
         _not_built("rollback()", "load a checkpoint")
 
-    def on_skip(self, callback) -> None:
-        _not_built("on_skip()", "read grad_norm, which is not finite when a gradient was not")
-
     def capture(self, step_function) -> None:
         _not_built("capture()", "run the step eagerly")
 
-    # ---- reports and checkpoints
-
-    @property
-    def coverage(self) -> Coverage:
-        """Each parameter: fused or the reason why not, and the bytes of its states."""
-        return cover(self._parameters.labels, self.state, self.owned, self.reasons)
+    # ---- checkpoints
 
     def state_dict(self) -> dict:
         """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
         self._ledger.expect_usable()
         self._ledger.expect_nothing_pending("save")
+        self._skips.settle(wait=True)
         state_dict = super().state_dict()
         frozen = [index for index, p in enumerate(self._parameters.all) if p not in self.state]
         state_dict["forge"] = {"version": 1, "rule": self.rule.name, "frozen": frozen}
@@ -383,6 +274,7 @@ class ForgeOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter, state or shape is missing or differs; nothing has changed then.
         """
+        self._skips.settle(wait=True)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_megatron import kernels
+from forge_megatron.coordinator.decision import Decision
 from forge_megatron.linear import OwnedWeight
 
 
@@ -41,12 +42,19 @@ class Pending:
             for slot, norm in zip(slots, norms, strict=True):
                 slot.norm_sq.copy_(norm.square())
 
-    def apply(self, multiplier: Tensor | None, *, with_norms: bool) -> None:
-        """Steps every weight once, with ``multiplier`` (0-dim fp32) times its gradient.
+    def apply(self, decision: Decision, states: Mapping[Tensor, Mapping[str, Tensor]]) -> list[Tensor]:
+        """Steps every weight once, with the decision's multiple of its gradient.
 
         Args:
-            with_norms: write Σ g² too; False where :meth:`measure` already has.
+            decision: without a norm, Σ g² is written too; otherwise :meth:`measure` has.
+            states: of each parameter, with its ``step``.
+
+        Returns:
+            The step counts that were raised; empty if the step was not taken for certain.
         """
+        multiplier, with_norms = decision.multiplier, decision.norm is None
+        if decision.skipped is not None and not self._skips_on_device() and bool(decision.skipped):
+            return []
         for device, slots in self.ordinary.items():
             kernels.step(
                 [_slot(slot, with_norms) for slot in slots],
@@ -66,6 +74,26 @@ class Pending:
             )
             owned.mark_updated()
             owned.factors.clear()
+        counts = [states[slot.weight]["step"] for slot in self._slots()]
+        for count in counts:
+            count.add_(1)
+        return counts
+
+    def _slots(self) -> list[kernels.Slot]:
+        return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
+
+    def _skips_on_device(self) -> bool:
+        """A multiplier of NaN leaves every bit as it is: each coordinate is stepped alone and stored by itself.
+
+        Otherwise (a rule that reads a row or a layer or keeps running numbers on the host, states with one scale
+        for many) the host waits for the flag.
+        """
+        return all(
+            slot.rule.regime == "fused"
+            and not slot.rule.running
+            and all(state.element_size() >= 2 for state in slot.states)
+            for slot in self._slots()
+        )
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

@@ -15,11 +15,13 @@ class Plan:
         waits: every owned weight's factors are kept to ``step()``.
         micro_batches: backward passes that ``step()`` may close; None: any number.
         clip_grad_norm: largest global gradient norm; None: no clipping.
+        atomic: a gradient that is not finite skips the whole step.
     """
 
     waits: bool
     micro_batches: int | None
     clip_grad_norm: float | None
+    atomic: bool
 
 
 def plan(
@@ -37,7 +39,8 @@ def plan(
         accumulation_steps: micro-batches a step, at least 1; None: any number.
         clip_grad_norm: a norm above 0; None and infinity mean no clipping.
         waiting: keep every weight's factors although nothing else asks for it (a late scale).
-        skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state.
+        skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state; ``"atomic"``: every
+            coordinate does then.
         process_group: ranks that each hold a part of the tokens.
         sharding: where weights and states live.
 
@@ -54,17 +57,16 @@ def plan(
         if sharding not in ("states", "full"):
             raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
         raise NotImplementedError(f"sharding={sharding!r} is not built yet; use sharding='none'")
-    if skip == "atomic":
-        raise NotImplementedError("skip='atomic' is not built yet; use skip='flag'")
-    if skip != "flag":
+    if skip not in ("flag", "atomic"):
         raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
     if accumulation_steps is not None and (
         isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
     ):
         raise ValueError(f"accumulation_steps={accumulation_steps!r}; give a whole number of at least 1")
     clip = _clip(clip_grad_norm)
-    waits = waiting or clip is not None or accumulation_steps != 1
-    return Plan(waits, accumulation_steps, clip)
+    atomic = skip == "atomic"
+    waits = waiting or atomic or clip is not None or accumulation_steps != 1
+    return Plan(waits, accumulation_steps, clip, atomic)
 
 
 def _clip(value) -> float | None:

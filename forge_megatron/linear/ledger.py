@@ -7,7 +7,8 @@ is what lies between two ``step()`` calls. DESIGN section 2, rules 1 to 3.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,6 +134,31 @@ class Ledger:
                     f"{owned.name}: step(), but no backward has asked for its gradient; backward(inputs=...) cannot "
                     "name an owned weight: call backward() without inputs"
                 )
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, ``step()`` changes weights; an exception leaves some of them stepped and others not."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = (
+                f"the last step() was interrupted by {type(error).__name__} while it changed weights; load a "
+                "checkpoint before training on"
+            )
+            raise
+
+    def refuse_scaled_updates(self) -> None:
+        """GradScaler in immediate mode: raises; weights that were updated with scaled gradients stay an error."""
+        self.expect_usable()
+        error = (
+            "GradScaler needs every update to wait for step(), which unscales first; attach with skip='atomic', "
+            "clip_grad_norm= or accumulation_steps="
+        )
+        updated = next((owned for owned in self.owned if owned.updated), None)
+        if updated is not None:
+            error += f". {updated.name} has been updated with a scaled gradient; load a checkpoint before training on"
+            self._broken = error
+        raise RuntimeError(error)
 
     def close_window(self) -> None:
         """After ``step()``."""

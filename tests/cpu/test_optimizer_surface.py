@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
-from tests.cpu.training import batch, expect_bit_equal, mlp, snapshot
+from tests.cpu.training import batch, mlp
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"skip": "atomic"}, "skip='atomic'"),
         ({"process_group": object()}, "process_group="),
         ({"sharding": "states"}, "sharding='states'"),
         ({"sharding": "full"}, "sharding='full'"),
@@ -63,39 +62,12 @@ def test_a_value_without_a_meaning(options, error, match):
     assert [type(module) for module in model] == [nn.Linear, nn.Tanh, nn.Linear]
 
 
-@pytest.mark.parametrize("name", ["rollback", "on_skip", "capture"])
+@pytest.mark.parametrize("name", ["rollback", "capture"])
 def test_a_method_that_is_not_built(name):
     optimizer = forge.attach(mlp(6, 8, 4), lr=1e-3)
     method = getattr(optimizer, name)
     with pytest.raises(NotImplementedError, match=rf"{name}\(\) is not built"):
         method(*[None] * len(inspect.signature(method).parameters))
-
-
-@pytest.mark.parametrize("options", [{}, {"waiting": True}], ids=["immediate", "waiting"])
-def test_a_grad_scaler_is_refused(options):
-    model = mlp(6, 8, 4)
-    optimizer = forge.attach(model, lr=1e-3, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    scaler.scale(model(batch(5, 6)).square().mean()).backward()
-    before = snapshot(model, optimizer)
-    with pytest.raises(NotImplementedError, match=r"GradScaler .* bfloat16"):
-        scaler.step(optimizer)
-    expect_bit_equal(before, snapshot(model, optimizer))
-    if options:
-        # Without the scaler, training goes on.
-        optimizer.zero_grad()
-        model(batch(5, 6)).square().mean().backward()
-        optimizer.step()
-
-
-def test_a_disabled_grad_scaler_steps():
-    model = mlp(6, 8, 4)
-    optimizer = forge.attach(model, lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    scaler.scale(model(batch(5, 6)).square().mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert optimizer.state[model[0].weight]["step"] == 1
 
 
 def test_a_parameter_that_is_a_view_of_another_is_refused():  # field log row 30

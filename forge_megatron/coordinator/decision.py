@@ -1,0 +1,76 @@
+"""What a window's gradients are multiplied by, and whether its step is taken: decided on the device.
+
+The host does not wait for the norm. A step that is skipped whole is one whose multiplier is NaN: the kernels leave
+every coordinate with a gradient that is not finite as it is, weight, master and states, bit for bit, so that a skipped
+step launches the same kernels and no branch is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decision:
+    """
+    Attributes:
+        multiplier: of every gradient, 0-dim fp32; NaN skips the step; None: 1.
+        norm: global gradient norm with the late scale and without the loss scale, before clipping, 0-dim fp32;
+            None: nothing depends on it, and the step itself measures the norms.
+        scale: what a gradient's own norm is multiplied by to be in the units of ``norm``; None: 1.
+        skipped: 0-dim bool, true where no weight may change; None where coordinates are left out one by one.
+    """
+
+    multiplier: Tensor | None
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    skipped: Tensor | None = None
+
+
+def global_norm(norms_sq: Tensor, reduce: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
+    """The norm of all gradients, 0-dim fp32.
+
+    Args:
+        norms_sq: Σ g² of each parameter, ``[parameters]``.
+        reduce: their sum over whatever holds a part of them.
+        scale: of every gradient, 0-dim; None: 1.
+    """
+    norm = reduce(norms_sq).sqrt().float()
+    return norm if scale is None else norm * scale.abs()
+
+
+def decide(
+    norms_sq: Tensor,
+    reduce: Callable[[Tensor], Tensor],
+    *,
+    late_scale: Tensor | None,
+    inverse_loss_scale: Tensor | None,
+    limit: float | None,
+    atomic: bool,
+) -> Decision:
+    """From the norms that were measured before anything is stepped.
+
+    Args:
+        late_scale: ``step(gradient_multiplier=...)``, 0-dim fp32.
+        inverse_loss_scale: one over a loss scale, 0-dim fp32.
+        limit: largest global norm; None: no clipping. The coefficient is ``torch.nn.utils.clip_grad_norm_``'s.
+        atomic: skip the step whole where the norm is not finite. So is a norm above 1.8e19 in any one parameter,
+            before the loss scale is taken out: its square is not finite in fp32.
+    """
+    scale = late_scale
+    if inverse_loss_scale is not None:
+        scale = inverse_loss_scale if scale is None else scale * inverse_loss_scale
+    norm = global_norm(norms_sq, reduce, scale)
+    multiplier = scale
+    if limit is not None:
+        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        multiplier = coefficient if scale is None else coefficient * scale
+    if not atomic:
+        return Decision(multiplier, norm, scale, None)
+    finite = torch.isfinite(norm)
+    taken = norm.new_ones(()) if multiplier is None else multiplier
+    return Decision(torch.where(finite, taken, torch.nan), norm, scale, ~finite)

@@ -1,0 +1,99 @@
+"""Steps whose gradient was not finite: counted and told without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A step whose gradient was not finite.
+
+    Attributes:
+        step: which call of ``step()`` since attach, from 1.
+        whole: nothing was changed; False: the coordinates with a finite gradient were stepped.
+        names: the parameters whose gradient was not finite on this rank.
+    """
+
+    step: int
+    whole: bool
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose norms are on their way to the host; ``arrived`` is None where they are there already."""
+
+    step: int
+    norms: Tensor
+    arrived: torch.Event | None
+    names: Sequence[str]
+    whole: bool
+    counts: Sequence[Tensor]
+
+
+class Skips:
+    """Reads the norms of a step once they have reached the host, at the latest one step later.
+
+    A step that is skipped on the device has been counted on the host by then: its step counts are taken back,
+    before the next update's bias corrections are computed from them.
+
+    Attributes:
+        count: steps whose gradient was not finite, as far as they have been read.
+        callbacks: called with each :class:`Skip`.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.callbacks: list[Callable[[Skip], None]] = []
+        self._steps = 0
+        self._unread: deque[_Unread] = deque()
+
+    def observe(
+        self, norms: Tensor, total: Tensor, names: Sequence[str], *, whole: bool, counts: Sequence[Tensor]
+    ) -> None:
+        """Notes a step that has just been launched.
+
+        Args:
+            norms: of each parameter's gradient (or their squares), ``[parameters]``.
+            total: over all ranks, 0-dim.
+            names: of the parameters.
+            whole: the step was not taken if ``total`` is not finite.
+            counts: the step counts that were raised, on the host.
+        """
+        self._steps += 1
+        values = torch.cat([norms.float(), total.float().reshape(1)])
+        arrived = None
+        if values.is_cuda:
+            values = values.to("cpu", non_blocking=True)
+            arrived = torch.Event("cuda")
+            arrived.record()
+        self._unread.append(_Unread(self._steps, values, arrived, names, whole, counts))
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Reads what has arrived, and with ``wait`` also what has not, or decides the next step's counts."""
+        while self._unread:
+            unread = self._unread[0]
+            if unread.arrived is not None and not unread.arrived.query():
+                if not (wait or unread.whole):
+                    return
+                unread.arrived.synchronize()
+            self._unread.popleft()
+            self._read(unread)
+
+    def _read(self, unread: _Unread) -> None:
+        bad = ~torch.isfinite(unread.norms)
+        if not bad.any():
+            return
+        if unread.whole and bad[-1]:
+            for count in unread.counts:
+                count.sub_(1)
+        self.count += 1
+        names = tuple(name for name, is_bad in zip(unread.names, bad[:-1].tolist(), strict=True) if is_bad)
+        for callback in list(self.callbacks):
+            callback(Skip(unread.step, unread.whole, names))

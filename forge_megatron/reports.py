@@ -1,0 +1,79 @@
+"""What a ForgeOptimizer tells of its steps. Reading changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forge_megatron.coordinator import Skip, Skips
+from forge_megatron.coverage import Coverage, cover
+from forge_megatron.linear import OwnedWeight
+from forge_megatron.parameters import Parameters
+
+
+class Reports(torch.optim.Optimizer):
+    """Norms, skipped steps and the table of coverage.
+
+    Attributes:
+        owned: the weights that are stepped inside backward, or from kept factors.
+        reasons: why others are not.
+    """
+
+    owned: dict[Tensor, OwnedWeight]
+    reasons: dict[Tensor, str]
+    _parameters: Parameters
+    _skips: Skips
+    _grad_norm: Tensor
+    # Σ g² of the last step, and what the norms were multiplied by.
+    _measured: tuple[Tensor, Tensor | None] | None
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """What errors, tables and checkpoints call each parameter, in the order of the groups."""
+        return self._parameters.labels
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The last step's global gradient norm before clipping, 0-dim fp32; reading it synchronises nothing.
+
+        In the units of the loss: with the late scale, without a loss scale.
+        """
+        return self._grad_norm
+
+    @property
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """The norm of each trainable parameter's gradient in the last step, 0-dim fp32, in ``grad_norm``'s units.
+
+        Before clipping, of this rank's part of the weight, 0 where there was no gradient; empty before the first
+        step. Every step measures it, so that reading it costs a square root and synchronises nothing.
+        """
+        if self._measured is None:
+            return {}
+        norms_sq, scale = self._measured
+        norms = norms_sq.sqrt() if scale is None else norms_sq.sqrt() * scale.abs()
+        named = zip(self._parameters.labels.items(), norms.unbind(), strict=True)
+        return {name: norm for (p, name), norm in named if p.requires_grad}
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps whose gradient was not finite: skipped whole (``skip="atomic"``, GradScaler), or where it was not.
+
+        Waits for the last step to be finished by the device; :meth:`on_skip` does not.
+        """
+        self._skips.settle(wait=True)
+        return self._skips.count
+
+    def on_skip(self, callback: Callable[[Skip], None]) -> None:
+        """Calls ``callback`` with a ``coordinator.Skip`` for each step that ``skipped_steps`` counts.
+
+        It is called by ``step()``: by the same one on a CPU, by the next one on a GPU, whose flag is read without
+        a synchronisation.
+        """
+        self._skips.callbacks.append(callback)
+
+    @property
+    def coverage(self) -> Coverage:
+        """Each parameter: fused or the reason why not, and the bytes of its states."""
+        return cover(self._parameters.labels, self.state, self.owned, self.reasons)

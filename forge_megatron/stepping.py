@@ -1,0 +1,156 @@
+"""``step()``: from what a window has left pending to stepped weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forge_megatron.coordinator import Decision, LossScale, OrdinaryGradients, Pending, decide, global_norm, loss_scale
+from forge_megatron.coordinator.plan import Plan
+from forge_megatron.linear import Ledger
+from forge_megatron.reports import Reports
+
+
+class Stepping(Reports):
+    """Checks, decides and applies one window.
+
+    Attributes:
+        reduce_norm_sq: Σ over all parameters from Σ g² of each, ``[parameters]`` to 0-dim. Replaced where other ranks
+            hold parts: it sums over them, counts replicas once, and so is also how all ranks skip together.
+        backend: of the kernels.
+    """
+
+    reduce_norm_sq: Callable[[Tensor], Tensor]
+    backend: str
+    _plan: Plan
+    _ledger: Ledger
+    _gradients: OrdinaryGradients
+    _had_gradient: set[Tensor]
+    _zeroed: set[Tensor]
+
+    def before_updates(self) -> None:
+        """States for what is no longer frozen, and this window's hyperparameters."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure=None,
+        *,
+        gradient_multiplier: float | Tensor | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ):
+        """Steps what has not been stepped in backward, and closes the window.
+
+        Args:
+            closure: runs forward and backward again and returns the loss.
+            gradient_multiplier: scales every gradient (for example one over the window's token count),
+                a float or a 0-dim tensor; needs waiting (``clip_grad_norm``, ``accumulation_steps``,
+                ``skip="atomic"`` or ``waiting=True``).
+            grad_scaler: handed over by ``scaler.step(optimizer)``; needs waiting too. Gradients are unscaled, and
+                where one is not finite nothing is changed and the scaler is told.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
+        """
+        scaling = self._loss_scale(grad_scaler, closure)
+        if gradient_multiplier is not None and not self._plan.waits:
+            raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
+        self._skips.settle()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._ledger.expect_usable()
+        self._gradients.expect_zeroed()
+        self.before_updates()
+        pending = self._pending()
+        updated = next((owned for owned in self.owned.values() if owned.updated), None)
+        if updated is not None or pending.waiting:
+            self._gradients.expect_untouched((updated or pending.waiting[0]).name)
+        elif not pending.ordinary:
+            self._ledger.expect_asked_for()
+        self._parameters.follow_schedule(updated.name if updated is not None else None)
+        decision = self._decide(pending, gradient_multiplier, scaling)
+        stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
+        with self._ledger.updating():
+            counts = pending.apply(decision, self.state)
+            self._parameters.advance_running()
+        self._report(decision, counts)
+        self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
+        self._ledger.close_window()
+        self._parameters.close_window()
+        self._gradients.close_window(stepped if self.owned else None)
+        self._skips.settle()
+        return loss
+
+    def _loss_scale(self, grad_scaler, closure) -> LossScale | None:
+        scaling = loss_scale(self, grad_scaler)
+        if scaling is not None and closure is not None:
+            raise RuntimeError("a closure with GradScaler, which scaled the loss outside it; call backward() yourself")
+        if scaling is not None and self.owned and not self._plan.waits:
+            self._ledger.refuse_scaled_updates()
+        return scaling
+
+    def _pending(self) -> Pending:
+        """The weights that wait, and the parameters that are stepped from ``.grad``; checks both."""
+        waiting = []
+        for owned in self.owned.values():
+            owned.expect_as_updated()
+            owned.factors.expect_unchanged(owned.name)
+            zeroed = owned.weight in self._zeroed and not owned.updated and owned.weight.grad is None
+            if owned.factors or zeroed:
+                waiting.append(owned)
+        taken = {owned.weight for owned in waiting}
+        ordinary = [p for p in self._parameters.all if p.grad is not None and p not in taken]
+        for p in ordinary:
+            if p in self.owned:
+                self.owned[p].bypassed = True
+        return Pending(waiting, self._parameters.by_device(ordinary), self.backend)
+
+    def _decide(self, pending: Pending, gradient_multiplier, scaling: LossScale | None) -> Decision:
+        device = self._grad_norm.device
+        scale = None
+        if gradient_multiplier is not None:
+            scale = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=device)
+        atomic = self._plan.atomic or scaling is not None
+        if self._plan.clip_grad_norm is None and not atomic:
+            return Decision(scale, scale=scale)
+        pending.measure()
+        decision = decide(
+            self._parameters.norms_sq(),
+            self.reduce_norm_sq,
+            late_scale=scale,
+            inverse_loss_scale=None if scaling is None else scaling.inverse.to(device),
+            limit=self._plan.clip_grad_norm,
+            atomic=atomic,
+        )
+        if scaling is not None:
+            scaling.report(decision.skipped)
+        return decision
+
+    def _report(self, decision: Decision, counts: list[Tensor]) -> None:
+        norms_sq = self._parameters.norms_sq()
+        norm = decision.norm
+        self._grad_norm = global_norm(norms_sq, self.reduce_norm_sq, decision.scale) if norm is None else norm
+        self._measured = norms_sq, decision.scale
+        names = list(self.names.values())
+        self._skips.observe(norms_sq, self._grad_norm, names, whole=decision.skipped is not None, counts=counts)
+
+    def norms_sq(self) -> Tensor:
+        """Σ g² of each parameter's pending gradient, fp32 ``[parameters]`` in the order of the groups.
+
+        Reads the kept factors, the accumulators and ``.grad``; 0 where there is nothing. For a caller that
+        clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
+        """
+        self._ledger.expect_usable()
+        self.before_updates()
+        pending = self._pending()
+        with torch.no_grad():
+            pending.measure()
+            return self._parameters.norms_sq()
