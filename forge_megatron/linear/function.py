@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_megatron.linear.owned import Use, open_use
+from forge_megatron.linear.owned import Use, open_use, without_autocast
 
 
 class OwnedLinearFunction(torch.autograd.Function):
@@ -28,8 +28,7 @@ class OwnedLinearFunction(torch.autograd.Function):
         wanted = use.begin()
         x_wanted, _, bias_wanted, _ = ctx.needs_input_grad
         dx = None
-        # An enclosing autocast region must not cast what the forward computed in.
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device):
             if x_wanted:
                 dx = dy @ use.weight.to(dy.dtype)
             rows = _rows(dy)

@@ -98,14 +98,15 @@ class Ledger:
             tasks = {task: it for task, it in self._tasks.items() if closing or it.running() is None}
             for task in tasks:
                 del self._tasks[task]
-        stepped = [owned.name for owned in self.owned if owned.updated]
         failed = {task for task, it in tasks.items() if it.wanted}
+        if not failed:
+            # Every call of every linear comes here: the rest is read once a failure.
+            return
+        stepped = [owned.name for owned in self.owned if owned.updated]
         folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
         for owned in self.owned:
             for task in failed:
                 owned.factors.drop_task(task)
-        if not failed:
-            return
         if stepped:
             self._broken = (
                 f"the last backward failed after it had updated {len(stepped)} of {len(self.owned)} weights "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,14 @@ def in_function_forward() -> bool:
     It switches forward-mode gradients off too, which ``no_grad`` does not.
     """
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def without_autocast(device: torch.device):
+    """A context that an enclosing autocast region does not reach into: a backward computes as its forward did."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    # Entering and leaving autocast costs as much as a small GEMM's launch.
+    return nullcontext()
 
 
 def open_use(weight: Tensor) -> Use | None:
@@ -110,7 +119,8 @@ class OwnedWeight:
         self._ledger = weakref.ref(ledger)
         self._ticket_node = get_gradient_edge(self.ticket).node
         self._weight_node = None
-        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        # Not a WeakSet, whose every iteration costs more than the rest of a pre-flight.
+        self._uses: set[weakref.ref[Use]] = set()
         self._shadows = self._replayed = 0
         self._shadow_version = weight._version
         self._layout = (weight.dtype, weight.device, weight.shape)
@@ -150,8 +160,7 @@ class OwnedWeight:
                 self._count_shadow()
             return Use(self, None)
         use = Use(self, self.ticket, recomputed, ledger.task_count)
-        with lock:
-            self._uses.add(use)
+        self._uses.add(weakref.ref(use, self._uses.discard))
         return use
 
     def _count_shadow(self) -> None:
@@ -168,8 +177,7 @@ class OwnedWeight:
 
     def live_uses(self) -> list[Use]:
         """The uses whose graphs are alive."""
-        with lock:
-            return list(self._uses)
+        return [use for reference in tuple(self._uses) if (use := reference()) is not None]
 
     def ticket_runs(self) -> bool:
         return torch._C._will_engine_execute_node(self._ticket_node)
