@@ -98,7 +98,34 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
         raise ValueError(f"the accumulator is {list(accumulator.shape)}; it must be [O, I]")
     check_segments("wgrad_accumulate", segments, accumulator.shape, accumulator.device)
     if segments:
-        _module(chosen, "wgrad").wgrad_accumulate(segments, accumulator)
+        _module(chosen, "wgrad").wgrad_write(segments, accumulator, accumulator)
+
+
+@torch.no_grad()
+def wgrad(
+    segments: Sequence[Segment], out: Tensor, *, accumulator: Tensor | None = None, backend: str = "auto"
+) -> None:
+    """Write ``G`` to ``out``, fp32 or bf16 ``[O, I]``: for a gradient that other ranks hold parts of.
+
+    Args:
+        segments: as :func:`wgrad_step`'s.
+        out: any strides; overwritten, with one rounding.
+        accumulator: as :func:`wgrad_step`'s.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit; ``out`` has not changed then.
+    """
+    chosen = resolve_backend(out.device, backend)
+    check_accumulator("wgrad: out", out, out.shape, out.device)
+    if out.dim() != 2:
+        raise ValueError(f"out is {list(out.shape)}; it must be [O, I]")
+    check_segments("wgrad", segments, out.shape, out.device)
+    if accumulator is not None:
+        check_accumulator("wgrad", accumulator, out.shape, out.device)
+    if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
+        importlib.import_module(".cublas_wgrad", __package__).wgrad_write(segments, out)
+    else:
+        _module(chosen, "wgrad").wgrad_write(segments, out, accumulator)
 
 
 @torch.no_grad()
@@ -161,6 +188,15 @@ def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor
         slot.memo.clear()
     slot.memo[key] = choose_for(slot, segments, accumulator, backend)
     return slot.memo[key]
+
+
+def _one_gemm(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None) -> bool:
+    """Whether one call of cuBLAS gives ``G`` with one rounding."""
+    if accumulator is not None or len(segments) != 1 or not out.is_contiguous() or not out.is_cuda:
+        return False
+    dy, x = segments[0]
+    half = dy.dtype in (torch.bfloat16, torch.float16) and dy.dtype is x.dtype
+    return half and bool(dy.shape[0]) and out.dtype in (dy.dtype, torch.float32)
 
 
 def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size | None) -> torch.Size:

@@ -84,6 +84,15 @@ def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | Non
     dense_step(slot, gradient(slot.weight.shape, segments), multiplier)
 
 
+def wgrad_write(segments: Sequence[Segment], out: Tensor) -> None:
+    """Write the gradient of one pair of 16-bit factors to ``out``, contiguous, of their dtype or fp32."""
+    ((dy, x),) = segments
+    if out.dtype is dy.dtype:
+        torch.mm(dy.t(), x, out=out)
+    else:
+        torch.mm(dy.t(), x, out_dtype=out.dtype, out=out)
+
+
 def gradient(shape: torch.Size, segments: Sequence[Segment]) -> Tensor:
     """Return ``sum dY^T X`` in fp32, from 16-bit factors."""
     scratch = None

@@ -41,10 +41,10 @@ def wgrad_norm_sq(segments, out, accumulator, shape) -> None:
     out.data.copy_(norm)
 
 
-def wgrad_accumulate(segments, accumulator) -> None:
+def wgrad_write(segments, out, accumulator) -> None:
     segments, lookups = _fp32_inputs(segments)
-    for rows in _row_blocks(accumulator.shape):
-        accumulator.data[rows] = _wgrad(segments, lookups, accumulator, rows, accumulator)
+    for rows in _row_blocks(out.shape):
+        out.data[rows] = _wgrad(segments, lookups, accumulator, rows, out)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:

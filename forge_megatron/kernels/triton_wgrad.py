@@ -1,7 +1,7 @@
 """The fused weight gradient and optimizer step: the portable Triton kernels.
 
 A program forms one tile of ``G = dY^T X`` in fp32 registers (FORGE, algorithm 1) and hands it to
-one of three epilogues: step it, take its norm, or add it to an accumulator.
+one of three epilogues: step it, take its norm, or write it to memory.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def wgrad_norm_kernel(
 
 
 @triton.jit(do_not_specialize=TOKENS)
-def wgrad_accumulate_kernel(
+def wgrad_write_kernel(
     dys,
     xs,
     strides,
@@ -166,6 +166,8 @@ def wgrad_accumulate_kernel(
     lookup_strides,
     accumulator,
     accumulator_strides,
+    out,
+    out_strides,
     O,
     I,
     BLOCK_O: tl.constexpr,
@@ -181,10 +183,11 @@ def wgrad_accumulate_kernel(
     if lookups is not None:
         g = add_lookups(g, lookups, lookup_strides, row, column, O, I, BLOCK_O, BLOCK_I)
     inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
-    corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
-    sums = accumulator + corner + offset
-    g += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sums, round_to(g, accumulator.dtype.element_ty), mask=inside)
+    if accumulator is not None:
+        corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
+        g += tl.load(accumulator + corner + offset, mask=inside, other=0.0).to(tl.float32)
+    corner, offset = locate(row, column, out_strides, BLOCK_O, BLOCK_I, OFFSET)
+    tl.store(out + corner + offset, round_to(g, out.dtype.element_ty), mask=inside)
 
 
 def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
@@ -229,12 +232,12 @@ def wgrad_norm_sq(segments, out: Tensor, accumulator, shape) -> None:
     out.data.copy_(partials.sum(dtype=torch.float64))
 
 
-def wgrad_accumulate(segments, accumulator: Tensor) -> None:
-    """Launch the accumulation of one weight gradient, on operands that the caller checked."""
-    rows, columns = accumulator.shape
-    launch = _Launch(segments, accumulator, rows, columns)
+def wgrad_write(segments, out: Tensor, accumulator: Tensor | None) -> None:
+    """Launch the forming of one weight gradient in memory, on operands that the caller checked."""
+    rows, columns = out.shape
+    launch = _Launch(segments, accumulator, rows, columns, [out])
     if launch.grid[0]:
-        wgrad_accumulate_kernel[launch.grid](*launch.operands, rows, columns, **launch.options)
+        wgrad_write_kernel[launch.grid](*launch.operands, out, out.stride(), rows, columns, **launch.options)
 
 
 class _Launch:

@@ -119,7 +119,8 @@ def main() -> None:
         triton_wgrad.wgrad_step(slot(shape, weight, state, master), segments, added, torch.zeros(()))
         if name == "segments":
             triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added, torch.Size(shape))
-            triton_wgrad.wgrad_accumulate(segments, added)
+            triton_wgrad.wgrad_write(segments, added, added)
+            triton_wgrad.wgrad_write(segments, torch.zeros(shape, dtype=torch.bfloat16), None)
     for storage, size in (("bf16", 4096), ("fp16-master", 4096), ("fp16-master", 4097)):
         label = f"{storage} {size}"
         weight, state, master = STORAGE[storage]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BACKENDS, BF16, DEVICE, FP16, FP32, LAYOUTS, STORAGE, Case, poisoned_memory
 
-from forge_megatron.kernels import Slot, step, wgrad_accumulate, wgrad_norm_sq, wgrad_step
+from forge_megatron.kernels import Slot, step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step
 from forge_megatron.rules import get
 
 pytestmark = [
@@ -309,6 +309,23 @@ def test_accumulation_rounds_only_at_the_accumulator(backend, operands, accumula
     assert kernel_cases.stored_error(got, want) <= 1.0
 
 
+@pytest.mark.parametrize("accumulator", [None, FP32])
+@pytest.mark.parametrize("out", [FP32, BF16])
+def test_a_gradient_is_written_with_one_rounding(backend, out, accumulator):
+    """Into a strided part of a bucket, over whatever an earlier gradient left there."""
+    case = Case((33, 100), (17, 0, 5), BF16, accumulator=accumulator)
+    _, segments, added, _ = kernel_cases.move(DEVICE, *kernel_cases.build(case))
+    bucket = torch.full((33, 256), torch.nan, dtype=out, device=DEVICE)
+    got = bucket[:, 100:200]
+    wgrad(segments, got, accumulator=added, backend=backend)
+    want = oracles.wgrad(segments, added, case.shape)
+    assert kernel_cases.stored_error(got, want) <= 1.0
+    assert bucket[:, :100].isnan().all()
+    assert bucket[:, 200:].isnan().all()
+    wgrad([], got, backend=backend)
+    assert not got.any()
+
+
 def test_no_version_counter_moves(backend):
     slot, segments, accumulator, _ = kernel_cases.move(DEVICE, *kernel_cases.build(Case((33, 48), accumulator=FP32)))
     slot.weight.requires_grad_()
@@ -317,6 +334,7 @@ def test_no_version_counter_moves(backend):
     before = slot.weight.detach().clone()
     wgrad_step(slot, segments, accumulator=accumulator, backend=backend)
     wgrad_accumulate(segments, accumulator, backend=backend)
+    wgrad(segments, accumulator, backend=backend)
     step([slot], [before], backend=backend)
     assert [tensor._version for tensor in written] == versions
     assert not torch.equal(slot.weight, before)

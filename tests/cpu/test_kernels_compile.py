@@ -30,7 +30,7 @@ def test_every_kernel_compiles_for_sm_90(compiled):
     assert kernels == {
         "wgrad_step_kernel",
         "wgrad_norm_kernel",
-        "wgrad_accumulate_kernel",
+        "wgrad_write_kernel",
         "multi_tensor_step_kernel",
         "sum_partials_kernel",
     }
