@@ -214,9 +214,32 @@ class ForgeOptimizer(Stepping):
         held = self._had_gradient | {owned.weight for owned in self.owned.values() if owned.factors}
         self._ledger.discard_window()
         self._gradients.close_window()
+        self._parameters.reopen_window()
         self._had_gradient = set() if set_to_none else held
         self._zeroed = set(self._had_gradient)
         super().zero_grad(set_to_none)
+
+    def rollback(self, *, accept: bool = False) -> None:
+        """Leaves a window that was broken off, in backward or in ``step()``, by an exception or an interrupt.
+
+        Drops kept factors, accumulators and every ``.grad``, so that their memory is free. Where updates wait for
+        ``step()`` (``skip="atomic"``, ``waiting``, ``clip_grad_norm``, ``accumulation_steps``) nothing has changed,
+        and training goes on with the next batch.
+
+        Args:
+            accept: keep the updates that have been made as a step of those weights alone.
+
+        Raises:
+            RuntimeError: weights have been updated already; so does every use from then on, until
+                ``load_state_dict`` (of the model too) or ``rollback(accept=True)``.
+        """
+        super().zero_grad(set_to_none=True)
+        self._gradients.close_window()
+        self._had_gradient.clear()
+        self._zeroed.clear()
+        self._parameters.advance_running()
+        self._parameters.reopen_window()
+        self._ledger.roll_back(accept=accept)
 
     # ---- switching off
 
@@ -243,9 +266,6 @@ class ForgeOptimizer(Stepping):
         self._ledger.owned.clear()
         self.owned.clear()
         self.reasons = dict.fromkeys(self._parameters.all, "detached")
-
-    def rollback(self) -> None:
-        _not_built("rollback()", "load a checkpoint")
 
     def capture(self, step_function) -> None:
         _not_built("capture()", "run the step eagerly")

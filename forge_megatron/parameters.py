@@ -162,6 +162,11 @@ class Parameters:
                     state[name].fill_(value)
         self._after.clear()
 
+    def reopen_window(self) -> None:
+        """The window was discarded: the next update writes its scalars anew."""
+        self._written = None
+        self._after.clear()
+
     def close_window(self) -> None:
         self._written = None
         self._written_at = {p: _place(p) for p, slot in self.slots.items() if slot.master is not None}

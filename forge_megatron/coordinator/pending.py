@@ -55,6 +55,7 @@ class Pending:
         multiplier, with_norms = decision.multiplier, decision.norm is None
         if decision.skipped is not None and not self._skips_on_device() and bool(decision.skipped):
             return []
+        counts: list[Tensor] = []
         for device, slots in self.ordinary.items():
             kernels.step(
                 [_slot(slot, with_norms) for slot in slots],
@@ -64,6 +65,7 @@ class Pending:
             )
             for slot in slots:
                 torch.autograd.graph.increment_version(slot.weight)
+                counts.append(states[slot.weight]["step"].add_(1))
         for owned in self.waiting:
             kernels.wgrad_step(
                 _slot(owned.slot, with_norms),
@@ -74,9 +76,7 @@ class Pending:
             )
             owned.mark_updated()
             owned.factors.clear()
-        counts = [states[slot.weight]["step"] for slot in self._slots()]
-        for count in counts:
-            count.add_(1)
+            counts.append(states[owned.weight]["step"].add_(1))
         return counts
 
     def _slots(self) -> list[kernels.Slot]:

@@ -18,6 +18,11 @@ from torch import Tensor
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Sink
 
+_WAY_OUT = (
+    "load a checkpoint before training on, or keep the half step with rollback(accept=True); with skip='atomic' a "
+    "window can be rolled back"
+)
+
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
@@ -82,6 +87,7 @@ class Ledger:
         self.task_count = 0
         self._tasks: dict[int, GraphTask] = {}
         self._broken: str | None = None
+        self._half_stepped = False
         _ledgers.add(self)
 
     # ---- what the optimizer calls
@@ -110,7 +116,7 @@ class Ledger:
         if stepped:
             self._broken = (
                 f"the last backward failed after it had updated {len(stepped)} of {len(self.owned)} weights "
-                f"(the first is {stepped[0]}); load a checkpoint before training on"
+                f"(the first is {stepped[0]}); {_WAY_OUT}"
             )
         else:
             where = f" ({folded[0]} had already been accumulated)" if folded else ""
@@ -143,9 +149,9 @@ class Ledger:
             yield
         except BaseException as error:
             self._broken = (
-                f"the last step() was interrupted by {type(error).__name__} while it changed weights; load a "
-                "checkpoint before training on"
+                f"the last step() was interrupted by {type(error).__name__} while it changed weights; {_WAY_OUT}"
             )
+            self._half_stepped = True
             raise
 
     def refuse_scaled_updates(self) -> None:
@@ -157,7 +163,7 @@ class Ledger:
         )
         updated = next((owned for owned in self.owned if owned.updated), None)
         if updated is not None:
-            error += f". {updated.name} has been updated with a scaled gradient; load a checkpoint before training on"
+            error += f". {updated.name} has been updated with a scaled gradient; {_WAY_OUT}"
             self._broken = error
         raise RuntimeError(error)
 
@@ -171,7 +177,7 @@ class Ledger:
         """``zero_grad()``: drops what waits; refuses to hide an update that has already been made."""
         self.expect_no_failed_backward(closing=True)
         stepped = next((owned for owned in self.owned if owned.updated), None)
-        if stepped is None:
+        if stepped is None and not self._half_stepped:
             self._broken = None
             self.close_window()
         elif self._broken is None:
@@ -180,9 +186,30 @@ class Ledger:
                 "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
             )
 
+    def roll_back(self, *, accept: bool) -> None:
+        """Drops everything that waits. Updates that have been made stay, and are an error unless accepted.
+
+        Raises:
+            RuntimeError: weights have been updated since the last ``step()``, and ``accept`` is False.
+        """
+        self.expect_no_failed_backward(closing=True)
+        stepped = [owned.name for owned in self.owned if owned.updated]
+        for owned in self.owned:
+            owned.factors.clear()
+        if accept or not (stepped or self._half_stepped):
+            self.restored()
+        elif self._broken is None:
+            self._broken = (
+                f"rolled back after backward had updated {len(stepped)} of {len(self.owned)} weights (the first is "
+                f"{stepped[0]}), which cannot be taken back; {_WAY_OUT}"
+            )
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+
     def restored(self) -> None:
         """After ``load_state_dict``: whatever a failed backward did is gone."""
         self._broken = None
+        self._half_stepped = False
         self.close_window()
 
     # ---- what a linear's backward calls

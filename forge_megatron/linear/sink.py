@@ -29,6 +29,8 @@ class FusedStep:
         self.backend = backend
 
     def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
+        # From here on, an interrupt leaves a weight that may have been stepped.
+        owned.updated = True
         kernels.wgrad_step(owned.slot, segments, backend=self.backend)
         owned.step.add_(1)
         owned.mark_updated()

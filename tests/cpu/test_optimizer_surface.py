@@ -62,7 +62,7 @@ def test_a_value_without_a_meaning(options, error, match):
     assert [type(module) for module in model] == [nn.Linear, nn.Tanh, nn.Linear]
 
 
-@pytest.mark.parametrize("name", ["rollback", "capture"])
+@pytest.mark.parametrize("name", ["capture"])
 def test_a_method_that_is_not_built(name):
     optimizer = forge.attach(mlp(6, 8, 4), lr=1e-3)
     method = getattr(optimizer, name)
