@@ -32,8 +32,8 @@ class Rule:
             ``len(states)`` and ``len(h)``, which a compiler knows, to serve all variants.
         regime: ``"fused"``: state and weight update both read only their own coordinate, so the
             whole rule runs on a tile of the gradient (FORGE, definitions 1 and 2).
-        check: ``(param_group) -> None``, beyond what :meth:`check_group` does for every rule; raises
-            ``ValueError`` that names the hyperparameter, its value and the way out.
+        check: ``(rule, param_group) -> None``, beyond what :meth:`check_group` does for every rule;
+            raises ``ValueError`` that names the hyperparameter, its value and the way out.
         states_for: ``(param_group) -> states`` where hyperparameters switch states on and off.
         initial: ``(param_group) -> {state: value}`` for the states that do not begin at 0.
         running: per-parameter numbers that ``torch.optim`` keeps beside ``step``, by torch's name,
@@ -50,7 +50,7 @@ class Rule:
     scalars: Callable[..., tuple[float, ...]]
     update: Callable
     regime: str = "fused"
-    check: Callable[[Mapping], None] | None = None
+    check: Callable[[Rule, Mapping], None] | None = None
     states_for: Callable[[Mapping], tuple[str, ...]] | None = None
     initial: Callable[[Mapping], Mapping[str, float]] | None = None
     running: Mapping[str, float] = field(default_factory=dict)
@@ -107,13 +107,13 @@ class Rule:
             if len(group["betas"]) != count:
                 raise ValueError(f"{self.name}: betas={group['betas']!r} is refused: give {count} numbers")
             for index, beta in enumerate(group["betas"]):
-                require(self.name, f"betas[{index}]", beta, 0.0, 1.0)
+                _require(self.name, f"betas[{index}]", beta, 0.0, 1.0)
         if self.check is not None:
-            self.check(group)
+            self.check(self, group)
 
-    def require(self, group: Mapping, name: str, low: float, high: float = math.inf) -> None:
-        """Raise ``ValueError`` unless ``low <= group[name] < high``."""
-        require(self.name, name, group[name], low, high)
+    def require(self, group: Mapping, name: str, low: float = -math.inf, high: float = math.inf) -> None:
+        """Raise ``ValueError`` unless ``low <= group[name] < high``; NaN and infinities are refused."""
+        _require(self.name, name, group[name], low, high)
 
 
 def register(rule: Rule) -> Rule:
@@ -152,14 +152,8 @@ def _shipped() -> dict[str, str]:
     return modules
 
 
-def require(rule: str, name: str, value, low: float, high: float = math.inf) -> None:
-    """Raise ``ValueError`` unless ``low <= value < high``; NaN and infinities are refused."""
-    if not low <= float(value) < high:
-        bounds = f"at least {low:g}" + ("" if high == math.inf else f" and below {high:g}")
-        raise ValueError(f"{rule}: {name}={value!r} is refused: give a finite {name} of {bounds}")
-
-
-def require_off(rule: str, group: Mapping, name: str, way_out: str) -> None:
-    """Raise ``ValueError`` if the hyperparameter ``name``, which ``rule`` lacks, is switched on."""
-    if group.get(name):
-        raise ValueError(f"{rule}: {name}={group[name]!r} is not built; {way_out}")
+def _require(rule: str, name: str, value, low: float, high: float) -> None:
+    if not low <= float(value) < high or math.isinf(float(value)):
+        bounds = "" if low == -math.inf else f" of at least {low:g}"
+        bounds += "" if high == math.inf else f" and below {high:g}"
+        raise ValueError(f"{rule}: {name}={value!r} is refused: give a finite {name}{bounds}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_megatron.kernels import Slot, wgrad_step
-from forge_megatron.rules import get
+from forge_megatron.rules import Rule, get
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("reference", "triton")
@@ -28,7 +28,9 @@ STORAGE = [
     (FP16, FP32, True),
 ]
 
-HYPERPARAMETERS = {"adamw": {"lr": 0.1, "weight_decay": 0.1}, "sgd": {"lr": 1e-3, "weight_decay": 0.1}}
+HYPERPARAMETERS = {form: {"lr": 0.1, "weight_decay": 0.1} for form in oracles.FORMS}
+# What divides by no second moment moves by the gradient itself.
+HYPERPARAMETERS.update({form: {"lr": 1e-3, "weight_decay": 0.1} for form in ("sgd", "momentum", "momentum-nesterov")})
 
 #: The step that scalars are made for: not the first, whose bias corrections cancel any factor of the gradient.
 STEP = 3
@@ -59,7 +61,7 @@ class Case:
     layout: str = "contiguous"
     accumulator: torch.dtype | None = None
     multiplier: float | None = None
-    rule: str = "adamw"
+    rule: str = "adamw"  # one of oracles.FORMS
 
     def __str__(self) -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -96,20 +98,35 @@ def operand(generator, rows: int, columns: int, dtype, layout: str) -> Tensor:
 LAYOUTS = ("contiguous", "transposed", "strided", "inside", "same-token", "same-feature")
 
 
+def rule_and_scalars(form: str, step: int = STEP) -> tuple[Rule, Tensor]:
+    """A form's rule, and its fp32 scalars for one of its updates."""
+    rule = get(form.partition("-")[0])
+    group = rule.resolve({**HYPERPARAMETERS[form], **oracles.FORMS[form]})
+    running = tuple(rule.running.values())
+    for earlier in range(1, step if running else 1):
+        running = rule.advance(group, earlier, *running)
+    return rule.variant(group), torch.tensor(rule.scalars(group, step, *running), dtype=FP32)
+
+
+def random_state(generator, name: str, shape) -> Tensor:
+    """Second moments are positive and not small: the step is then a smooth function of the gradient."""
+    state = torch.rand(shape, generator=generator) + 0.5
+    # The square of a mean is below the mean of squares.
+    return (state - 1.0) * 0.5 if name == "grad_avg" else state
+
+
 def build(case: Case, seed: int = 0):
     """Return ``(slot, segments, accumulator, multiplier)`` on the CPU; the slot's norm is poisoned with NaN."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = case.shape
-    rule = get(case.rule)
+    rule, scalars = rule_and_scalars(case.rule)
     weight = operand(generator, rows, columns, case.weight, "contiguous")
-    # Second moments are positive and not small: the step is then a smooth function of the gradient.
-    states = tuple((torch.rand(case.shape, generator=generator) + 0.5).to(case.state) for _ in rule.states)
-    group = rule.resolve(HYPERPARAMETERS[case.rule])
+    states = tuple(random_state(generator, name, case.shape).to(case.state) for name in rule.states)
     slot = Slot(
         rule,
         weight,
         states,
-        torch.tensor(rule.scalars(group, STEP), dtype=FP32),
+        scalars,
         master=weight.float() if case.master else None,
         norm_sq=torch.tensor(torch.nan),
         name="layers.0.weight",
@@ -158,13 +175,15 @@ def _fill(target: Tensor, source: Tensor) -> Tensor:
     return target.copy_(source)
 
 
-def expected(slot: Slot, grad: Tensor, multiplier: float | None) -> dict[str, Tensor]:
+def expected(slot: Slot, grad: Tensor, multiplier: float | None, form: str | None = None) -> dict[str, Tensor]:
     """What fp64 makes of the slot and a gradient: every tensor that a step writes, by name."""
-    hyperparameters = HYPERPARAMETERS[slot.rule.name]
-    oracle = oracles.ORACLES[slot.rule.name](**hyperparameters)
+    form = form or slot.rule.name
+    oracle = oracles.oracle(form, **HYPERPARAMETERS[form])
     source = slot.weight if slot.master is None else slot.master
     scaled = grad if multiplier is None else grad * multiplier
-    weight, states = oracle.step(source.double(), tuple(s.double() for s in slot.states), scaled, STEP)
+    before = dict(zip(slot.rule.states, slot.states, strict=True))
+    assert set(before) == set(oracle.states)
+    weight, states = oracle.step(source.double(), tuple(before[name].double() for name in oracle.states), scaled, STEP)
     want = {"weight": weight, **dict(zip(oracle.states, states, strict=True))}
     if slot.master is not None:
         want["master"] = weight
@@ -204,7 +223,7 @@ def step_errors(case: Case, backend: str, device: str = "cpu") -> dict[str, floa
     slot, segments, accumulator, multiplier = move(device, *built)
     wgrad_step(slot, segments, accumulator=accumulator, multiplier=multiplier, backend=backend)
     grad = oracles.wgrad(built[1], built[2], case.shape)
-    want = expected(built[0], grad, case.multiplier)
+    want = expected(built[0], grad, case.multiplier, case.rule)
     errors = {name: stored_error(tensor, want[name], sum_roundings(case)) for name, tensor in slot.tensors()}
     norm_sq = grad.square().sum().item()
     errors["norm_sq"] = abs(slot.norm_sq.item() - norm_sq) / norm_sq if norm_sq else abs(slot.norm_sq.item())

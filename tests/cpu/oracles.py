@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,5 +64,106 @@ class SGD64:
         return w - self.lr * (g + self.weight_decay * w), ()
 
 
-ORACLES = {"adamw": AdamW64, "sgd": SGD64}
-TORCH = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+@dataclass
+class Lion64:
+    """Program 1 of Symbolic Discovery of Optimization Algorithms, with decoupled decay."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    maximize: bool = False
+    states: tuple[str, ...] = field(default=("exp_avg",), init=False)
+
+    def step(self, w: Tensor, states: tuple[Tensor, ...], g: Tensor, t: int):
+        (m,) = states
+        beta1, beta2 = self.betas
+        if self.maximize:
+            g = -g
+        update = torch.sign(beta1 * m + (1 - beta1) * g)
+        return w - self.lr * (update + self.weight_decay * w), (beta2 * m + (1 - beta2) * g,)
+
+
+class Torch64:
+    """An optimizer of torch.optim in fp64, one step at a time, from given states.
+
+    Args:
+        optimizer: its class.
+        hyperparameters: its arguments.
+    """
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer], **hyperparameters):
+        self._make = partial(optimizer, foreach=False, **hyperparameters)
+        self.states = tuple(
+            name for name, value in self._after(torch.ones(1), {}, torch.ones(1))[1].items() if value.dim()
+        )
+
+    def _after(self, w: Tensor, state: dict, g: Tensor) -> tuple[Tensor, dict]:
+        parameter = torch.nn.Parameter(w.clone())
+        optimizer = self._make([parameter])
+        if state:
+            optimizer.state[parameter] = state
+        parameter.grad = g
+        optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]
+
+    def step(self, w: Tensor, states: tuple[Tensor, ...], g: Tensor, t: int):
+        """Step ``t``, from 1: before the first, torch has no states, or makes them itself."""
+        state = {}
+        if t > 1:
+            state = {name: value.double().clone() for name, value in zip(self.states, states, strict=True)}
+            state["step"] = torch.tensor(t - 1.0)
+            state["mu_product"] = self._mu_product(t - 1)
+        w, state = self._after(w.double(), state, g.double())
+        return w, tuple(state[name] for name in self.states)
+
+    def _mu_product(self, steps: int) -> Tensor:
+        """NAdam's, by its definition."""
+        group = self._make([torch.nn.Parameter(torch.zeros(1))]).defaults
+        beta1, decay = group.get("betas", (0.0,))[0], group.get("momentum_decay", 0.0)
+        factors = [beta1 * (1 - 0.5 * 0.96 ** (t * decay)) for t in range(1, steps + 1)]
+        return torch.tensor(math.prod(factors), dtype=torch.float64)
+
+
+TORCH = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+ORACLES = {name: partial(Torch64, optimizer) for name, optimizer in TORCH.items()}
+ORACLES.update(adamw=AdamW64, sgd=SGD64, lion=Lion64)
+
+#: Each rule of regime 1 in each of its forms: the set of states, or another formula.
+FORMS = {
+    "adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.01},
+    "adam": {},
+    "adam-amsgrad": {"amsgrad": True},
+    "adamax": {},
+    "adamw": {},
+    "adamw-amsgrad": {"amsgrad": True},
+    "lion": {},
+    "momentum": {"dampening": 0.3},
+    "momentum-nesterov": {"nesterov": True},
+    "nadam": {},
+    "nadam-decoupled": {"decoupled_weight_decay": True},
+    "radam": {},
+    "radam-decoupled": {"decoupled_weight_decay": True},
+    "rmsprop": {},
+    "rmsprop-centered": {"centered": True},
+    "rmsprop-momentum": {"momentum": 0.9},
+    "rmsprop-both": {"centered": True, "momentum": 0.9},
+    "sgd": {},
+}
+
+
+def oracle(form: str, **hyperparameters):
+    """The fp64 oracle of one of ``FORMS``, with further hyperparameters."""
+    name = form.partition("-")[0]
+    # Those by hand know the plain form.
+    make = partial(Torch64, TORCH[name]) if FORMS[form] and name in TORCH else ORACLES[name]
+    return make(**{**FORMS[form], **hyperparameters})

@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import kernel_cases
+import oracles
 import pytest
 import torch
-from kernel_cases import BACKENDS, BF16, DEVICE, FP32, STORAGE, poisoned_memory
+from kernel_cases import BACKENDS, BF16, DEVICE, STORAGE, poisoned_memory
 
 from forge_megatron.kernels import Slot, step, wgrad_step
 from forge_megatron.rules import get
@@ -28,10 +29,10 @@ def backend(request):
     return request.param
 
 
-def multi_tensor_slots(shapes, storage, rule="adamw"):
+def multi_tensor_slots(shapes, storage, form="adamw"):
     """A slot for each shape and gradients of the weights' dtype, on the CPU."""
     generator = torch.Generator().manual_seed(5)
-    rule = get(rule)
+    rule, scalars = kernel_cases.rule_and_scalars(form)
     slots, grads = [], []
     for index, (shape, (weight, state, master)) in enumerate(zip(shapes, storage, strict=True)):
         w = torch.randn(shape, generator=generator).to(weight)
@@ -39,10 +40,8 @@ def multi_tensor_slots(shapes, storage, rule="adamw"):
             Slot(
                 rule,
                 w,
-                tuple((torch.rand(shape, generator=generator) + 0.5).to(state) for _ in rule.states),
-                torch.tensor(
-                    rule.scalars(rule.resolve(kernel_cases.HYPERPARAMETERS[rule.name]), kernel_cases.STEP), dtype=FP32
-                ),
+                tuple(kernel_cases.random_state(generator, name, shape).to(state) for name in rule.states),
+                scalars,
                 master=w.float() if master else None,
                 norm_sq=torch.tensor(math.nan),
                 name=f"parameter {index}",
@@ -56,17 +55,17 @@ def move_slot(slot):
     return kernel_cases.move(DEVICE, slot, [], None, None)[0]
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd"])
-@pytest.mark.parametrize("multiplier", [None, 0.25])
-def test_the_multi_tensor_step_equals_fp64(backend, rule, multiplier):
+@pytest.mark.parametrize("form", oracles.FORMS)
+def test_the_multi_tensor_step_equals_fp64(backend, form):
+    multiplier = None if form in ("adamw", "rmsprop-both") else 0.25
     shapes = [(7,), (), (4096,), (2, 3, 5), (0,), (4097,), (16, 16), (5000,), (3, 0), (128,), (33, 100), (1,)]
     storage = [STORAGE[index % len(STORAGE)] for index in range(len(shapes))]
-    before, grads = multi_tensor_slots(shapes, storage, rule)
+    before, grads = multi_tensor_slots(shapes, storage, form)
     slots = [move_slot(slot) for slot in before]
     factor = None if multiplier is None else torch.tensor(multiplier, device=DEVICE)
     step(slots, [grad.to(DEVICE) for grad in grads], multiplier=factor, backend=backend)
     for old, slot, grad in zip(before, slots, grads, strict=True):
-        want = kernel_cases.expected(old, grad.double(), multiplier)
+        want = kernel_cases.expected(old, grad.double(), multiplier, form)
         for name, tensor in slot.tensors():
             assert kernel_cases.stored_error(tensor, want[name]) <= 1.0, (slot.name, name)
         assert slot.norm_sq.item() == pytest.approx(grad.double().square().sum().item(), rel=1e-5)

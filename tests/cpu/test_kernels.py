@@ -43,6 +43,13 @@ def ids(case):
     return str(case)
 
 
+@pytest.mark.parametrize("form", oracles.FORMS)
+@pytest.mark.parametrize(("weight", "state", "master"), [(FP32, FP32, False), (BF16, BF16, False), (BF16, FP32, True)])
+def test_a_step_of_every_rule_equals_fp64(backend, form, weight, state, master):
+    case = Case((33, 70), (17,), weight, state, master, rule=form)
+    kernel_cases.assert_right(case, kernel_cases.step_errors(case, backend, DEVICE))
+
+
 @pytest.mark.parametrize(("weight", "state", "master"), STORAGE)
 @pytest.mark.parametrize(("shape", "tokens"), list(zip(SHAPES, TOKENS, strict=True)))
 def test_a_step_equals_fp64(backend, shape, tokens, weight, state, master):

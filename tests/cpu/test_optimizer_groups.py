@@ -244,7 +244,7 @@ def test_a_group_is_not_added_while_a_backward_is_pending():
         ({"lr": -1.0}, ValueError),
         ({"betas": (1.0, 0.9)}, ValueError),
         ({"weight_decay": math.nan}, ValueError),
-        ({"amsgrad": True}, ValueError),
+        ({"decoupled_weight_decay": False}, ValueError),
     ],
 )
 def test_a_bad_group_changes_nothing(group, error):

@@ -45,7 +45,7 @@ def test_an_option_that_is_not_built(options, match):
         ({"lr": -1e-3}, ValueError, "lr=-0.001"),
         ({"lr": float("nan")}, ValueError, "lr=nan"),
         ({"lr": 1e-3, "betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1.0"),
-        ({"lr": 1e-3, "amsgrad": True}, ValueError, "amsgrad=True"),
+        ({"lr": 1e-3, "decoupled_weight_decay": False}, ValueError, "use the rule adam"),
         ({"lr": 1e-3, "recipe": "fp4"}, ValueError, "recipe='fp4' is unknown"),
         ({"lr": 1e-3, "recipe": "fp32-state", "state_format": "fp32"}, ValueError, "already names a state format"),
         ({"lr": 1e-3, "skip": "never"}, ValueError, "skip='never' is unknown"),

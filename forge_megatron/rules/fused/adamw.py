@@ -1,7 +1,9 @@
 """AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
 
-The order of operations is ``torch.optim.AdamW``'s: decay first, ``exp_avg`` by lerp, the bias
-corrections in the step size and under the root, ``eps`` after the root.
+Weight decay is decoupled: the weight shrinks by ``1 - lr * weight_decay`` and the gradient is left alone.
+``amsgrad`` divides by the largest second moment so far (Reddi et al., On the Convergence of Adam and
+Beyond), at the cost of one state. The order of operations is ``torch.optim.AdamW``'s: decay first,
+``exp_avg`` by lerp, the bias corrections in the step size and under the root, ``eps`` after the root.
 """
 
 from __future__ import annotations
@@ -9,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
-from ..rule import Rule, register, require_off
+from ..rule import Rule, register
 
 
-def check(group: Mapping) -> None:
-    require_off("adamw", group, "amsgrad", "leave amsgrad=False, or use torch.optim.AdamW")
+def check(rule: Rule, group: Mapping) -> None:
+    if not group["decoupled_weight_decay"]:
+        raise ValueError(
+            "adamw: decoupled_weight_decay=False is refused: this rule's decay is decoupled; use the rule adam"
+        )
+
+
+def states_for(group: Mapping) -> tuple[str, ...]:
+    moments = ("exp_avg", "exp_avg_sq")
+    return (*moments, "max_exp_avg_sq") if group["amsgrad"] else moments
 
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
@@ -32,15 +42,23 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 def update(g, w, states, h):
-    exp_avg, exp_avg_sq = states
-    decay, weight1, beta2, weight2, step_size, bias_correction2_sqrt, eps, sign = h
+    """A ninth scalar is the L2 penalty of :mod:`.adam`; a third state is that of amsgrad."""
+    decay, weight1, beta2, weight2, step_size, bias_correction2_sqrt, eps, sign = h[:8]
     g = g * sign
+    if len(h) == 9:
+        g = tl.fma(w, h[8], g)
     w = w * decay
-    exp_avg = tl.fma(g - exp_avg, weight1, exp_avg)
-    exp_avg_sq = tl.fma(g * weight2, g, exp_avg_sq * beta2)
-    denom = tl.sqrt(exp_avg_sq) / bias_correction2_sqrt + eps
+    exp_avg = tl.fma(g - states[0], weight1, states[0])
+    exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
+    if len(states) == 3:
+        largest = tl.maximum(states[2], exp_avg_sq)
+        states = (exp_avg, exp_avg_sq, largest)
+    else:
+        largest = exp_avg_sq
+        states = (exp_avg, exp_avg_sq)
+    denom = tl.sqrt(largest) / bias_correction2_sqrt + eps
     w = w - step_size * exp_avg / denom
-    return w, (exp_avg, exp_avg_sq)
+    return w, states
 
 
 register(
@@ -53,9 +71,11 @@ register(
             "weight_decay": 1e-2,
             "amsgrad": False,
             "maximize": False,
+            "decoupled_weight_decay": True,
         },
         scalars=scalars,
         update=update,
         check=check,
+        states_for=states_for,
     )
 )

@@ -1,6 +1,7 @@
-"""Stochastic gradient descent as ``torch.optim.SGD``: heavy ball, dampening, Nesterov, L2 weight decay.
+"""Stochastic gradient descent as ``torch.optim.SGD``: heavy ball, dampening, Nesterov.
 
-The first update takes the gradient into ``momentum_buffer`` without dampening, as torch's does.
+Weight decay is L2. The first update takes the gradient into ``momentum_buffer`` without dampening, as
+torch's does.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
-from ..rule import Rule, register, require
+from ..rule import Rule, register
 
 
-def check(group: Mapping) -> None:
-    require("sgd", "momentum", group["momentum"], 0.0)
-    require("sgd", "dampening", group["dampening"], -float("inf"))
+def check(rule: Rule, group: Mapping) -> None:
+    rule.require(group, "momentum", 0.0)
+    rule.require(group, "dampening")
     if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
         raise ValueError(
-            f"sgd: nesterov=True with momentum={group['momentum']!r} and dampening={group['dampening']!r} is refused: "
-            "give a momentum above 0 and dampening=0"
+            f"{rule.name}: nesterov=True with momentum={group['momentum']!r} and dampening={group['dampening']!r} "
+            "is refused: give a momentum above 0 and dampening=0"
         )
 
 
@@ -40,12 +41,13 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 def update(g, w, states, h):
-    lr, weight_decay, sign = h[0], h[1], h[2]
+    lr, weight_decay, sign = h[:3]
     g = tl.fma(w, weight_decay, g * sign)
     if len(states) == 1:
-        buffer = tl.fma(g, h[4], states[0] * h[3])
+        kept, added, of_g, of_buffer = h[3:]
+        buffer = tl.fma(g, added, states[0] * kept)
         states = (buffer,)
-        g = tl.fma(buffer, h[6], g * h[5])
+        g = tl.fma(buffer, of_buffer, g * of_g)
     return w - g * lr, states
 
 
