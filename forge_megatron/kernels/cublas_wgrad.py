@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .slot import Segment, Slot
-from .triton_language import compiled_format, compiled_update, is_finite, load_scalars, round_to
-from .triton_wgrad import shared_format
+from .triton_epilogue import step_coordinates
+from .triton_language import compiled_formats, compiled_update, load_scalars
+from .triton_noise import flat_bits
 
 #: Elements that one program steps.
 BLOCK = 2048
@@ -42,13 +43,14 @@ def dense_step_kernel(
     states,
     master,
     scalars,
+    noise,
     multiplier,
     partials,
     size,
     UPDATE: tl.constexpr,
-    DECODE: tl.constexpr,
-    ENCODE: tl.constexpr,
+    FORMATS: tl.constexpr,
     N_SCALARS: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -61,22 +63,14 @@ def dense_step_kernel(
     if multiplier is not None:
         g *= tl.load(multiplier)
     if master is not None:
-        w = tl.load(master + offset, mask=inside, other=0.0)
-    else:
-        w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
-    old = ()
+        master += offset
+    stored = ()
     for index in tl.static_range(len(states)):
-        stored = tl.load(states[index] + offset, mask=inside, other=0.0)
-        old = old + (DECODE(stored),)  # noqa: RUF005 - Triton has no unpacking
-    new_w, new = UPDATE(g, w, old, h)
-    finite = is_finite(g)
-    for index in tl.static_range(len(states)):
-        kept = tl.where(finite, new[index], old[index])
-        tl.store(states[index] + offset, ENCODE(kept), mask=inside)
-    w = tl.where(finite, new_w, w)
-    if master is not None:
-        tl.store(master + offset, w, mask=inside)
-    tl.store(weight + offset, round_to(w, weight.dtype.element_ty), mask=inside)
+        stored = stored + (states[index] + offset,)  # noqa: RUF005 - Triton has no unpacking
+    bits = None
+    if noise is not None:
+        bits = flat_bits(noise, program.to(tl.int64) * BLOCK, BLOCK, GROUPED)
+    step_coordinates(g, inside, weight + offset, master, stored, h, bits, UPDATE, FORMATS)
 
 
 def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
@@ -112,20 +106,20 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
     partials = None
     if slot.norm_sq is not None:
         partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
-    decode, encode = compiled_format(shared_format(slot))
     dense_step_kernel[(programs,)](
         grad,
         slot.weight,
         tuple(slot.states),
         slot.master,
         slot.scalars,
+        None if slot.noise is None else slot.noise.words,
         multiplier,
         partials,
         size,
         UPDATE=compiled_update(slot.rule),
-        DECODE=decode,
-        ENCODE=encode,
+        FORMATS=compiled_formats(slot),
         N_SCALARS=slot.rule.n_scalars,
+        GROUPED=slot.noise is not None and slot.noise.is_grouped,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

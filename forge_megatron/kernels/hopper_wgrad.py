@@ -34,7 +34,8 @@ def supports(slot: Slot, segments: Sequence[Segment]) -> bool:
     """Whether the kernel can step ``slot`` from ``segments``, by dtypes, strides and addresses.
 
     Wants bf16 or fp16 operands of one dtype, some tokens, at most ``MAX_STATES`` states that are
-    stored as they are, and tensors that the copy engine takes (:func:`copyable`).
+    stored as they are, a weight that is rounded to nearest, and tensors that the copy engine takes
+    (:func:`copyable`).
 
     Raises:
         TypeError: a state whose dtype is no format's.
@@ -44,6 +45,7 @@ def supports(slot: Slot, segments: Sequence[Segment]) -> bool:
     return (
         len(segments) > 0
         and len(slot.states) <= MAX_STATES
+        and slot.noise is None
         and all(state_format_of(state).name in STATE_FORMATS for state in slot.states)
         and len({tensor.dtype for tensor in operands}) == 1
         and operands[0].dtype in (torch.bfloat16, torch.float16)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..formats import state_format_of
+from ..formats.noise import random_bits
+from ..formats.philox import round_stochastically
 from ..rules.bind import bind, torch_language
 from .lookups import Lookups, is_lookup
 from .slot import Segment, Slot
@@ -82,6 +84,7 @@ def _wgrad(segments, lookups, accumulator, rows: slice, template: Tensor) -> Ten
 
 def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     """Step the coordinates ``rows`` of ``slot`` with ``grad``, which may be overwritten."""
+    first = rows.start * slot.weight.shape[1] if rows else 0
     rule = slot.rule
     if multiplier is not None:
         grad = grad * multiplier
@@ -101,7 +104,11 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     for fmt, state, new in zip(formats, states, new_states, strict=True):
         state.copy_(torch.where(finite, fmt.encode(new), state))
     new_weight = torch.where(finite, new_weight, source)
-    weight.copy_(new_weight)
+    if slot.noise is None:
+        weight.copy_(new_weight)
+    else:
+        bits = random_bits(slot.noise, first, weight.numel()).view(weight.shape)
+        weight.copy_(round_stochastically(new_weight.float(), bits))
     if slot.master is not None:
         source.copy_(new_weight)
 

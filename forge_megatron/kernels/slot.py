@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..formats import Noise, StateFormat, state_format, state_format_of
+from ..formats.noise import WORDS
 from ..rules import Rule
 from .lookups import is_lookup
 
@@ -31,6 +33,7 @@ class Slot:
         norm_sq: 0-dim fp32 tensor that receives the sum of squares of the gradient, before the
             multiplier; None where it is not wanted.
         name: what errors call the weight.
+        noise: where the random bits are that round a bf16 weight stochastically; None: to nearest.
         memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
             tensors were checked, which kernel takes which operands, descriptors.
     """
@@ -42,6 +45,7 @@ class Slot:
     master: Tensor | None = None
     norm_sq: Tensor | None = None
     name: str = "weight"
+    noise: Noise | None = None
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -53,6 +57,18 @@ class Slot:
     def element_bytes(self) -> int:
         """Bytes of one coordinate: weight, master and states."""
         return sum(tensor.element_size() for _, tensor in self.tensors())
+
+    def state_format(self) -> StateFormat:
+        """Return the one format of all states; fp32 where the rule has none.
+
+        Raises:
+            TypeError: they are stored in several, or a dtype is no format's.
+        """
+        formats = {state_format_of(state) for state in self.states}
+        if len(formats) > 1:
+            names = ", ".join(sorted(f.name for f in formats))
+            raise TypeError(f"{self.name}: its states are stored as {names}; store all of them alike")
+        return formats.pop() if formats else state_format("fp32")
 
 
 def check_slot(slot: Slot) -> None:
@@ -79,12 +95,22 @@ def check_slot(slot: Slot) -> None:
     _check_fp32(slot.name, "scalars", slot.scalars, (slot.rule.n_scalars,), weight.device)
     if slot.norm_sq is not None:
         _check_fp32(slot.name, "norm_sq", slot.norm_sq, (), weight.device)
+    if slot.noise is not None:
+        _check_noise(slot)
     slot.memo["place"] = place
 
 
 def layout(tensor: Tensor) -> tuple:
     """What decides whether a kernel takes ``tensor``, and nothing else of it."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+def _check_noise(slot: Slot) -> None:
+    if slot.weight.dtype is not torch.bfloat16:
+        raise TypeError(f"{slot.name}: a {slot.weight.dtype} weight is not rounded stochastically; use bfloat16")
+    words = slot.noise.words
+    if words.dtype is not torch.int64 or words.shape != (WORDS,) or words.device != slot.weight.device:
+        raise ValueError(f"{slot.name}: noise is {_describe(words)}, expected [{WORDS}] int64 on {slot.weight.device}")
 
 
 def check_multiplier(name: str, multiplier: Tensor | None, device: torch.device) -> None:

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..formats import StateFormat
 from ..rules import Rule, bind
+from .slot import Slot
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -62,14 +62,17 @@ def load_scalars(pointer, COUNT: tl.constexpr):
 class _InterpretedLanguage:
     """``triton.language`` with a ``cast`` that rounds bf16; looked up late, as it is patched."""
 
-    cast = staticmethod(round_to)
+    @staticmethod
+    def cast(x, dtype, bitcast=False):
+        return x.to(dtype, bitcast=True) if bitcast else round_to(x, dtype)
 
     def __getattr__(self, name: str):
         return getattr(tl, name)
 
 
 @functools.cache
-def _jit(function: FunctionType):
+def compiled(function: FunctionType):
+    """Return a function of rules or formats, whose ``tl`` is torch, as a Triton function."""
     if INTERPRETED.value:
         # A kernel that is interpreted is Python, and so is what it calls.
         return bind(function, _InterpretedLanguage())
@@ -78,9 +81,10 @@ def _jit(function: FunctionType):
 
 def compiled_update(rule: Rule):
     """Return ``rule.update`` as a Triton function."""
-    return _jit(rule.update)
+    return compiled(rule.update)
 
 
-def compiled_format(fmt: StateFormat):
-    """Return ``(decode, encode)`` of a state format as Triton functions."""
-    return _jit(fmt.decode), _jit(fmt.encode)
+def compiled_formats(slot: Slot) -> tuple:
+    """Return ``(decode, encode)`` of each state as Triton functions."""
+    fmt = slot.state_format()
+    return tuple((compiled(fmt.decode), compiled(fmt.encode)) for _ in slot.states)

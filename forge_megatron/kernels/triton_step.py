@@ -12,15 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .slot import Slot
-from .triton_language import (
-    TL_DTYPES,
-    compiled_format,
-    compiled_update,
-    is_finite,
-    load_scalars,
-    round_to,
-)
-from .triton_wgrad import shared_format
+from .triton_epilogue import step_coordinates
+from .triton_language import TL_DTYPES, compiled_formats, compiled_update, load_scalars
+from .triton_noise import flat_bits
 
 #: Elements that one program steps.
 BLOCK = 2048
@@ -48,15 +42,15 @@ def multi_tensor_step_kernel(
     multiplier,
     partials,
     UPDATE: tl.constexpr,
-    DECODE: tl.constexpr,
-    ENCODE: tl.constexpr,
+    FORMATS: tl.constexpr,
     N_SCALARS: tl.constexpr,
-    N_STATES: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASTER: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
-    STATE: tl.constexpr,
+    STATES: tl.constexpr,
+    NOISY: tl.constexpr,
+    GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -77,25 +71,17 @@ def multi_tensor_step_kernel(
         tl.store(partials + program, tl.sum(g * g))
     if multiplier is not None:
         g *= tl.load(multiplier)
+    states = ()
+    for index in tl.static_range(len(STATES)):
+        states = states + (pointer(row, 8 + index, STATES[index], ALIGNED) + offset,)  # noqa: RUF005 - Triton has no unpacking
+    master = None
     if MASTER:
-        master = pointer(row, 7 + N_STATES, tl.float32, ALIGNED)
-        w = tl.load(master + offset, mask=inside, other=0.0)
-    else:
-        w = tl.load(weight + offset, mask=inside, other=0.0).to(tl.float32)
-    old = ()
-    for index in tl.static_range(N_STATES):
-        state = pointer(row, 7 + index, STATE, ALIGNED)
-        old = old + (DECODE(tl.load(state + offset, mask=inside, other=0.0)),)  # noqa: RUF005 - Triton has no unpacking
-    new_w, new = UPDATE(g, w, old, h)
-    finite = is_finite(g)
-    for index in tl.static_range(N_STATES):
-        state = pointer(row, 7 + index, STATE, ALIGNED)
-        kept = tl.where(finite, new[index], old[index])
-        tl.store(state + offset, ENCODE(kept), mask=inside)
-    w = tl.where(finite, new_w, w)
-    if MASTER:
-        tl.store(master + offset, w, mask=inside)
-    tl.store(weight + offset, round_to(w, WEIGHT), mask=inside)
+        master = pointer(row, 8 + len(STATES), tl.float32, ALIGNED) + offset
+    bits = None
+    if NOISY:
+        first_in_slot = (program - first).to(tl.int64) * BLOCK
+        bits = flat_bits(pointer(row, 7, tl.int64, False), first_in_slot, BLOCK, GROUPED)
+    step_coordinates(g, inside, weight + offset, master, states, h, bits, UPDATE, FORMATS)
 
 
 @triton.jit
@@ -129,10 +115,12 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
         aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and grad.numel() % 16 == 0
         key = (
             slot.rule,
-            shared_format(slot),
+            compiled_formats(dense),
+            tuple(TL_DTYPES[state.dtype] for state in dense.states),
             slot.weight.dtype,
             grad.dtype,
             slot.master is not None,
+            None if slot.noise is None else slot.noise.is_grouped,
             aligned,
         )
         groups[key].append((dense, grad))
@@ -143,28 +131,29 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
             target.data.copy_(source)
 
 
-def _launch(rule, fmt, weight_dtype, grad_dtype, master, aligned, slots, grads, multiplier) -> None:
+def _launch(
+    rule, formats, states, weight_dtype, grad_dtype, master, grouped, aligned, slots, grads, multiplier
+) -> None:
     device = slots[0].weight.device
     table, owners = _device_table(slots, grads)
     partials = None
     if any(slot.norm_sq is not None for slot in slots):
         partials = torch.empty(owners.shape, dtype=torch.float32, device=device)
-    decode, encode = compiled_format(fmt)
     multi_tensor_step_kernel[(owners.numel(),)](
         table,
         owners,
         multiplier,
         partials,
         UPDATE=compiled_update(rule),
-        DECODE=decode,
-        ENCODE=encode,
+        FORMATS=formats,
         N_SCALARS=rule.n_scalars,
-        N_STATES=len(rule.states),
         COLUMNS=table.shape[1],
         MASTER=master,
         WEIGHT=TL_DTYPES[weight_dtype],
         GRAD=TL_DTYPES[grad_dtype],
-        STATE=TL_DTYPES[fmt.dtype],
+        STATES=states,
+        NOISY=grouped is not None,
+        GROUPED=bool(grouped),
         ALIGNED=aligned,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
@@ -181,7 +170,8 @@ def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tenso
         blocks = triton.cdiv(grad.numel(), BLOCK)
         norm_sq = 0 if slot.norm_sq is None else slot.norm_sq.data_ptr()
         weight, *rest = (tensor.data_ptr() for _, tensor in slot.tensors())
-        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), *rest)
+        noise = 0 if slot.noise is None else slot.noise.words.data_ptr()
+        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), noise, *rest)
         rows.append((blocks, first, grad.numel(), norm_sq, *addresses))
         first += blocks
     device = slots[0].weight.device
@@ -207,7 +197,9 @@ def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:
     if not slot.weight.is_contiguous():
         # empty_like keeps the strides of a tensor exactly where it has no holes and no overlap.
         layout = torch.empty_like(slot.weight, device="meta").stride()
-    if any(tensor.stride() != layout for _, tensor in slot.tensors()):
+    # Random bits are counted along the rows.
+    by_rows = slot.noise is not None and not slot.weight.is_contiguous()
+    if by_rows or any(tensor.stride() != layout for _, tensor in slot.tensors()):
         slot = replace(
             slot,
             weight=slot.weight.contiguous(),

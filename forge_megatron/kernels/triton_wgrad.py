@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import state_format, state_format_of
 from .lookups import Lookups, is_lookup
 from .slot import Segment, Slot
 from .tiles import choose_tile
+from .triton_epilogue import step_coordinates
 from .triton_language import (
-    compiled_format,
+    compiled_formats,
     compiled_update,
-    is_finite,
     load_scalars,
     round_to,
 )
+from .triton_noise import tile_bits
 from .triton_tile import add_lookups, column_parts, gradient_tile, in_range, locate, tile_position
 
 #: Token counts of the segments of one launch: each unrolls another loop, so what is beyond is
@@ -55,14 +55,15 @@ def wgrad_step_kernel(
     master,
     state_strides,
     scalars,
+    noise,
     multiplier,
     partials,
     O,
     I,
     UPDATE: tl.constexpr,
-    DECODE: tl.constexpr,
-    ENCODE: tl.constexpr,
+    FORMATS: tl.constexpr,
     N_SCALARS: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -95,25 +96,16 @@ def wgrad_step_kernel(
         corner, offset = locate(row, first, weight_strides, BLOCK_O, WIDTH, OFFSET)
         weights = weight + corner + offset
         corner, offset = locate(row, first, state_strides, BLOCK_O, WIDTH, OFFSET)
+        masters = None
         if master is not None:
-            w = tl.load(master + corner + offset, mask=inside, other=0.0)
-        else:
-            w = tl.load(weights, mask=inside, other=0.0).to(tl.float32)
-        old = ()
+            masters = master + corner + offset
+        stored = ()
         for index in tl.static_range(len(states)):
-            stored = tl.load(states[index] + corner + offset, mask=inside, other=0.0)
-            old = old + (DECODE(stored),)  # noqa: RUF005 - Triton has no unpacking
-        new_w, new = UPDATE(g, w, old, h)
-        # Selecting values, not masking stores: a mask that differs between neighbours would
-        # split every vector store.
-        finite = is_finite(g)
-        for index in tl.static_range(len(states)):
-            kept = tl.where(finite, new[index], old[index])
-            tl.store(states[index] + corner + offset, ENCODE(kept), mask=inside)
-        w = tl.where(finite, new_w, w)
-        if master is not None:
-            tl.store(master + corner + offset, w, mask=inside)
-        tl.store(weights, round_to(w, weight.dtype.element_ty), mask=inside)
+            stored = stored + (states[index] + corner + offset,)  # noqa: RUF005 - Triton has no unpacking
+        bits = None
+        if noise is not None:
+            bits = tile_bits(noise, row, first, BLOCK_O, WIDTH, GROUPED)
+        step_coordinates(g, inside, weights, masters, stored, h, bits, UPDATE, FORMATS)
     if partials is not None:
         tl.store(partials + tl.program_id(0), sum_of_squares)
 
@@ -194,8 +186,8 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
     """Launch the step of one weight, on operands that the caller checked."""
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
-    decode, encode = compiled_format(shared_format(slot))
-    launch = _Launch(segments, accumulator, rows, columns, [tensor for _, tensor in slot.tensors()])
+    written = [tensor for _, tensor in slot.tensors()]
+    launch = _Launch(segments, accumulator, rows, columns, written, slot.noise is not None)
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:
         wgrad_step_kernel[launch.grid](
@@ -206,14 +198,15 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             slot.master,
             strides,
             slot.scalars,
+            None if slot.noise is None else slot.noise.words,
             multiplier,
             partials,
             rows,
             columns,
             UPDATE=compiled_update(slot.rule),
-            DECODE=decode,
-            ENCODE=encode,
+            FORMATS=compiled_formats(slot),
             N_SCALARS=slot.rule.n_scalars,
+            GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
             PARTS=launch.parts,
             maxnreg=launch.maxnreg,
             **launch.options,
@@ -246,9 +239,10 @@ class _Launch:
     Args:
         rows, columns: of the gradient.
         written: the other tensors of that shape which the kernel addresses.
+        noisy: it makes random bits besides.
     """
 
-    def __init__(self, segments, accumulator, rows: int, columns: int, written=()):
+    def __init__(self, segments, accumulator, rows: int, columns: int, written=(), noisy: bool = False):
         lookups = Lookups.of([segment for segment in segments if is_lookup(segment)])
         segments = merge_segments([s for s in segments if s[0].shape[0] and not is_lookup(s)])
         dys, xs = zip(*segments, strict=True) if segments else ((), ())
@@ -270,7 +264,7 @@ class _Launch:
         )
         self.parts = tile.parts
         # More operands take more registers than two programs on one processor leave each other.
-        few = len(segments) == 1 and lookups is None and accumulator is None
+        few = len(segments) == 1 and lookups is None and accumulator is None and not noisy
         self.maxnreg = tile.maxnreg if few and all(t.element_size() <= 2 for t in written) else None
         self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
         self.options = {
@@ -307,15 +301,6 @@ def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
         dys, xs = zip(*segments[start : start + size], strict=True)
         merged.append((torch.cat(dys), torch.cat(xs)))
     return merged
-
-
-def shared_format(slot: Slot):
-    """Return the one format of all states of ``slot``; fp32 where the rule has none."""
-    formats = {state_format_of(state) for state in slot.states}
-    if len(formats) > 1:
-        names = ", ".join(sorted(f.name for f in formats))
-        raise TypeError(f"{slot.name}: its states are stored as {names}; store all of them alike")
-    return formats.pop() if formats else state_format("fp32")
 
 
 def shared_strides(slot: Slot) -> tuple[int, ...]:

@@ -6,18 +6,33 @@ from types import FunctionType, SimpleNamespace
 
 import torch
 
-#: The names of ``triton.language`` that rules and formats may use, on torch tensors.
+_LOW_WORD = 0xFFFFFFFF
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype, bitcast: bool = False) -> torch.Tensor:
+    """``dtype`` int64 stands for Triton's uint32: torch has no arithmetic on that."""
+    if not bitcast:
+        return x.to(dtype)
+    return x.view(torch.int32).to(torch.int64) & _LOW_WORD if dtype is torch.int64 else x.view(dtype)
+
+
+#: The names of ``triton.language`` that rules and formats may use, on torch tensors. A uint32 is an
+#: int64 below 2^32 here: mask what may grow beyond.
 torch_language = SimpleNamespace(
     abs=torch.abs,
-    cast=torch.Tensor.to,
+    cast=_cast,
     fma=lambda x, y, z: torch.addcmul(z, x, y),
     maximum=torch.maximum,
     minimum=torch.minimum,
     sqrt=torch.sqrt,
+    static_range=range,
+    umulhi=lambda x, y: ((x * y) >> 32) & _LOW_WORD,
     where=torch.where,
     bfloat16=torch.bfloat16,
     float16=torch.float16,
     float32=torch.float32,
+    uint16=torch.int16,
+    uint32=torch.int64,
 )
 
 

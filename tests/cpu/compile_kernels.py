@@ -24,7 +24,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 #: weight dtype, state dtype, master
-STORAGE = {"bf16": (BF16, BF16, False), "fp16-master": (FP16, FP32, True), "fp32": (FP32, FP32, False)}
+STORAGE = {"bf16": (BF16, BF16, False), "bf16-noise": (BF16, BF16, False), "fp16-master": (FP16, FP32, True), "fp32": (FP32, FP32, False)}
 #: shape, tokens of each segment, accumulator's dtype
 LAUNCHES = {
     "large": ((2048, 2048), (512,), None),
@@ -36,6 +36,8 @@ LAUNCHES = {
 }
 COMPILED = [
     ("bf16", "large"),
+    ("bf16-noise", "large"),
+    ("bf16-noise", "odd"),
     ("bf16", "small"),
     ("bf16", "odd"),
     ("bf16", "lookup"),
@@ -46,6 +48,13 @@ COMPILED = [
     ("fp16-master", "odd"),
     ("fp32", "segments"),
     ("fp32", "odd"),
+]
+ELEMENTWISE = [
+    ("bf16", 4096),
+    ("bf16-noise", 4096),
+    ("bf16-noise", 4097),
+    ("fp16-master", 4096),
+    ("fp16-master", 4097),
 ]
 
 
@@ -97,34 +106,41 @@ def main() -> None:
 
     JITFunction.run = compile_only
     # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
-    from forge_megatron.kernels import Slot, triton_step, triton_wgrad
+    from forge_megatron.formats import Noise, Origin
+    from forge_megatron.kernels import Slot, cublas_wgrad, triton_step, triton_wgrad
     from forge_megatron.rules import get
 
     rule = get("adamw")
 
-    def slot(shape, weight, state, master):
+    def slot(shape, storage):
+        weight, state, master = STORAGE[storage]
         states = tuple(torch.zeros(shape, dtype=state) for _ in rule.states)
         scalars = torch.zeros(rule.n_scalars)
         copy = torch.zeros(shape) if master else None
-        return Slot(rule, torch.zeros(shape, dtype=weight), states, scalars, copy, norm_sq=torch.zeros(()))
+        noise = Noise(torch.zeros(7, dtype=torch.int64), Origin("w"), shape[-1]) if "noise" in storage else None
+        weight = torch.zeros(shape, dtype=weight)
+        return Slot(rule, weight, states, scalars, copy, norm_sq=torch.zeros(()), noise=noise)
 
     for storage, name in COMPILED:
         label = f"{storage} {name}"
-        weight, state, master = STORAGE[storage]
+        weight = STORAGE[storage][0]
         shape, tokens, accumulator = LAUNCHES[name]
         segments = [tuple(torch.zeros(t, n, dtype=weight) for n in shape) for t in tokens]
         if name in ("lookup", "tied"):
             segments.append((torch.zeros(512, dtype=torch.int64), torch.zeros(512, shape[1], dtype=weight)))
         added = None if accumulator is None else torch.zeros(shape, dtype=accumulator)
-        triton_wgrad.wgrad_step(slot(shape, weight, state, master), segments, added, torch.zeros(()))
+        triton_wgrad.wgrad_step(slot(shape, storage), segments, added, torch.zeros(()))
         if name == "segments":
             triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added, torch.Size(shape))
             triton_wgrad.wgrad_write(segments, added, added)
             triton_wgrad.wgrad_write(segments, torch.zeros(shape, dtype=torch.bfloat16), None)
-    for storage, size in (("bf16", 4096), ("fp16-master", 4096), ("fp16-master", 4097)):
+    for storage, size in ELEMENTWISE:
         label = f"{storage} {size}"
-        weight, state, master = STORAGE[storage]
-        triton_step.step([slot((size,), weight, state, master)], [torch.zeros(size, dtype=weight)], None)
+        grad = torch.zeros(size, dtype=STORAGE[storage][0])
+        triton_step.step([slot((size,), storage)], [grad], None)
+    for storage in ("bf16", "bf16-noise"):
+        label = f"{storage} dense"
+        cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
     json.dump([{"launch": k[0], "kernel": k[1], **v} for k, v in compiled.items()], sys.stdout, indent=1)
 
 
