@@ -8,10 +8,11 @@ from collections.abc import Container, Mapping
 from torch import Tensor
 
 from forge_megatron import rules
+from forge_megatron.formats import FORMAT_KEYS
 from forge_megatron.rules import Rule
 
 #: What a group has besides hyperparameters.
-_STRUCTURE = {"params", "param_names", "rule"}
+_STRUCTURE = {"params", "param_names", "rule", *FORMAT_KEYS}
 
 
 def rule_of(group: Mapping, default: Rule) -> Rule:

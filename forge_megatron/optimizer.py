@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
 from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Skips, plan
-from forge_megatron.groups import complete, joining, named_parameters, rule_of
+from forge_megatron.groups import complete, joining, named_parameters
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
 from forge_megatron.parameters import Parameters
-from forge_megatron.state import load_state, new_state
+from forge_megatron.random_bits import RandomBits
+from forge_megatron.state import load_state, marker, new_state
 from forge_megatron.stepping import Stepping
 
 
@@ -35,13 +36,13 @@ class ForgeOptimizer(Stepping):
         params: as ``torch.optim``'s: parameters, ``(name, parameter)`` pairs, or groups of either. A group may
             name its own rule and ``lr``: ``{"params": ..., "rule": "adamw", "lr": 1e-3}``.
         rule: a rule's name.
-        recipe: a named pair of state format and weight store (DESIGN section 3), or give
-            ``state_format`` and ``weight_store``.
+        recipe: names ``state_format`` and ``weight_store``, which may be given instead; a group may have its own.
         accumulation_steps: micro-batches a step; None: any number.
         clip_grad_norm: largest global gradient norm; every weight then waits for ``step()``.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
         skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight and state, the
             others are stepped. ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
+        seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
 
@@ -70,6 +71,7 @@ class ForgeOptimizer(Stepping):
         backend: str = "auto",
         process_group=None,
         sharding: str = "none",
+        origins: Mapping | None = None,
         **hyperparameters,
     ):
         self.rule = rules.get(rule)
@@ -82,7 +84,7 @@ class ForgeOptimizer(Stepping):
             process_group=process_group,
             sharding=sharding,
         )
-        self.seed = seed
+        self.random = RandomBits(seed, origins)
         self.backend = backend
         self.owned: dict[Tensor, OwnedWeight] = {}
         self.reasons: dict[Tensor, str] = {}
@@ -139,7 +141,8 @@ class ForgeOptimizer(Stepping):
         for p, label in labels.items():
             if p not in self.state and p.requires_grad:
                 self.state[p] = self.new_state(p, label)
-        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels)
+        self.random.place(labels, self._group_of, self._formats)
+        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random)
         self._gradients.labels = labels
         for owned in self.owned.values():
             self._connect(owned)
@@ -147,8 +150,7 @@ class ForgeOptimizer(Stepping):
             self.watch()
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
-        group = self._group_of[p]
-        return new_state(rule_of(group, self.rule).variant(group), group, p, label, **self._formats)
+        return new_state(self.rule, self._group_of[p], p, label, self._formats)
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""
@@ -278,8 +280,7 @@ class ForgeOptimizer(Stepping):
         self._ledger.expect_nothing_pending("save")
         self._skips.settle(wait=True)
         state_dict = super().state_dict()
-        frozen = [index for index, p in enumerate(self._parameters.all) if p not in self.state]
-        state_dict["forge"] = {"version": 1, "rule": self.rule.name, "frozen": frozen}
+        state_dict["forge"] = marker(self)
         return state_dict
 
     def load_state_dict(self, state_dict: dict, *, convert: bool = False) -> None:

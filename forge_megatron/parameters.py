@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from forge_megatron.formats import FORMAT_KEYS
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot
+from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
 
@@ -33,9 +35,12 @@ class Parameters:
         groups: the optimizer's.
         state: the optimizer's.
         labels: see above.
+        random: the bits of the parameters that are rounded stochastically.
     """
 
-    def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str]):
+    def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits):
+        self._random = random
+        self._formats = [_formats(group) for group in groups]
         self._groups = groups
         self._families = [rule_of(group, rule) for group in groups]
         self._rules = [family.variant(group) for family, group in zip(self._families, groups, strict=True)]
@@ -73,7 +78,7 @@ class Parameters:
         state, rule = self._state[p], self._rule(p)
         states = tuple(state[name] for name in rule.states)
         scalars, norm = self._rows[p]
-        self.slots[p] = Slot(rule, p, states, scalars, state.get("master"), norm, self.labels[p])
+        self.slots[p] = Slot(rule, p, states, scalars, state.get("master"), norm, self.labels[p], self._random.of(p))
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""
@@ -127,13 +132,14 @@ class Parameters:
         self._written = self._hyperparameters()
         self._after.clear()
         rows: dict[tuple, tuple[float, ...]] = {}
+        steps: dict[Tensor, int] = {}
         for params, scalars, _ in self._tables.values():
             table: list[float] = []
             for p in params:
                 index = self._group_of[p]
                 rule, group = self._rules[index], self._groups[index]
                 state = self._state[p] if p in self.slots else {"step": 0, **rule.running}
-                step = int(state["step"]) + 1
+                step = steps[p] = int(state["step"]) + 1
                 running = tuple(float(state[name]) for name in rule.running)
                 key = index, step, *running
                 if key not in rows:
@@ -142,9 +148,16 @@ class Parameters:
                     self._after[p] = step, rule.advance(group, step, *running)
                 table += rows[key]
             scalars.copy_(torch.tensor(table, dtype=torch.float32), non_blocking=True)
+        self._random.write(steps)
 
     def _expect_same_states(self) -> None:
-        """Raises if a hyperparameter was changed that decides which states there are."""
+        """Raises if something was changed in a group that decides which states there are."""
+        for group, made in zip(self._groups, self._formats, strict=True):
+            if _formats(group) != made:
+                raise RuntimeError(
+                    f"{self.labels[group['params'][0]]}: its group now says {_formats(group)}, and its states were "
+                    f"made for {made}; attach with these formats"
+                )
         for family, rule, group in zip(self._families, self._rules, self._groups, strict=True):
             needed = family.variant(group)
             if needed is not rule:
@@ -200,6 +213,10 @@ def _plain(value):
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, Tensor) else value
+
+
+def _formats(group: dict) -> dict[str, str]:
+    return {key: group[key] for key in FORMAT_KEYS if group.get(key) is not None}
 
 
 def _listed(rule: Rule) -> str:

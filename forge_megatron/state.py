@@ -8,8 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forge_megatron.formats import resolve_recipe
+from forge_megatron.formats import FORMAT_KEYS, resolve_group
+from forge_megatron.formats.noise import VERSION
 from forge_megatron.groups import rule_of
+from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
 # torch's own switches of how, not what: a checkpoint's values for them mean nothing here.
@@ -23,6 +25,7 @@ class Restorable(Protocol):
     names: Mapping[Tensor, str]
     param_groups: list[dict]
     state: Mapping[Tensor, dict[str, Tensor]]
+    random: RandomBits
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; changes nothing."""
@@ -31,25 +34,26 @@ class Restorable(Protocol):
         """Gives ``p``, which was frozen, its states."""
 
 
-def new_state(rule: Rule, group: Mapping, p: Tensor, label: str, **formats: str | None) -> dict[str, Tensor]:
+def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Mapping) -> dict[str, Tensor]:
     """States before the first step under torch's names, and the master if the store has one.
 
     ``step`` and a rule's running numbers are 0-dim fp32 on the CPU.
 
     Args:
-        rule: the variant that steps ``p``.
-        group: its hyperparameters.
+        default: the rule of the groups that name none.
+        group: the parameter's.
         p: the parameter.
         label: what errors call it.
-        formats: of :func:`resolve_recipe`.
+        formats: those of the groups that give none.
 
     Raises:
         TypeError: a dtype that weights cannot have, naming ``label``.
     """
     try:
-        state_format, store = resolve_recipe(p.dtype, **formats)
+        state_format, store = resolve_group(p.dtype, group, formats)
     except TypeError as error:
         raise TypeError(f"{label}: {error}") from None
+    rule = rule_of(group, default).variant(group)
     state = {"step": torch.zeros((), dtype=torch.float32)}
     state.update((name, torch.tensor(value, dtype=torch.float32)) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
@@ -58,12 +62,20 @@ def new_state(rule: Rule, group: Mapping, p: Tensor, label: str, **formats: str 
     return state if master is None else {**state, "master": master}
 
 
+def marker(optimizer: Restorable) -> dict:
+    """What a checkpoint says of the optimizer besides torch's two entries."""
+    frozen = [index for index, p in enumerate(optimizer.names) if p not in optimizer.state]
+    random = {"seed": optimizer.random.seed, "random": VERSION}
+    return {"version": 1, "rule": optimizer.rule.name, "frozen": frozen, **random}
+
+
 def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     """Restores ``state_dict`` into ``optimizer``; see :meth:`ForgeOptimizer.load_state_dict`."""
     missing = {"state", "param_groups"} - state_dict.keys()
     if missing:
         raise ValueError(f"not an optimizer's state_dict: it has no {', '.join(map(repr, sorted(missing)))}")
     ours = state_dict.get("forge")
+    _expect_same_random_bits(optimizer, ours or {})
     saved_groups = state_dict["param_groups"]
     sources = _match(optimizer, saved_groups)
     rules: dict[Tensor, Rule] = {}
@@ -95,6 +107,15 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 optimizer.state[p]["master"].copy_(p)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
+    optimizer.random.seed = (ours or {}).get("seed", optimizer.random.seed)
+
+
+def _expect_same_random_bits(optimizer: Restorable, ours: dict) -> None:
+    if optimizer.random and ours.get("random", VERSION) != VERSION:
+        raise ValueError(
+            f"the checkpoint's weights were rounded with version {ours['random']} of the random bits, this is "
+            f"version {VERSION}; resume with the forge_megatron that wrote it"
+        )
 
 
 def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by: str | None) -> tuple[Rule, dict]:
@@ -110,7 +131,7 @@ def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by
     writer = saved.get("rule", written_by or family.name)
     if writer != family.name:
         raise ValueError(f"the checkpoint was written by rule {writer!r}, not {family.name!r}")
-    kept = {"params", "param_names", "rule", *_IMPLEMENTATION_KEYS}
+    kept = {"params", "param_names", "rule", *FORMAT_KEYS, *_IMPLEMENTATION_KEYS}
     loaded = {key: value for key, value in saved.items() if key not in kept}
     merged = {**group, **loaded}
     family.check_group(merged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from .state import StateFormat, state_format
@@ -17,6 +19,9 @@ RECIPES = {
     "fp8": ("fp8", "nearest"),
     "fp8-weight": ("bf16", "fp8"),
 }
+
+#: What a param group may say of formats.
+FORMAT_KEYS = ("recipe", "state_format", "weight_store")
 
 
 def resolve_recipe(
@@ -40,14 +45,14 @@ def resolve_recipe(
 
     Raises:
         NotImplementedError: the recipe or format is specified and not built.
-        TypeError: ``dtype`` is not one that weights can have.
+        TypeError: ``dtype`` is not one that weights can have, or not one that the store rounds to.
         ValueError: an unknown name, or ``recipe`` beside one of its parts.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"a weight of dtype {dtype} has no recipe; use float32, bfloat16, float16")
     if recipe is None:
         default = "bf16" if dtype is torch.bfloat16 else "fp32"
-        return _pair(state_format or default, weight_store or "nearest")
+        return _pair(dtype, state_format or default, weight_store or "nearest")
     if state_format is not None or weight_store is not None:
         raise ValueError(
             f"recipe={recipe!r} already names a state format and a weight store; "
@@ -56,10 +61,35 @@ def resolve_recipe(
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; use one of: {', '.join(RECIPES)}")
     try:
-        return _pair(*RECIPES[recipe])
+        return _pair(dtype, *RECIPES[recipe])
     except NotImplementedError as missing:
         raise NotImplementedError(f"recipe={recipe!r} is not built: {missing}") from None
 
 
-def _pair(state: str, store: str) -> tuple[StateFormat, WeightStore]:
-    return state_format(state), weight_store(store)
+def resolve_group(
+    dtype: torch.dtype, group: Mapping, defaults: Mapping[str, str | None]
+) -> tuple[StateFormat, WeightStore]:
+    """Return the formats of a weight of ``dtype`` in a param group.
+
+    A group's ``recipe`` replaces the optimizer's formats; its ``state_format`` or ``weight_store`` only that part.
+
+    Args:
+        dtype: the parameter's.
+        group: may have the keys ``recipe``, ``state_format`` and ``weight_store``.
+        defaults: these keys for the groups that have none.
+
+    Raises:
+        As :func:`resolve_recipe`.
+    """
+    own = {key: group[key] for key in FORMAT_KEYS if group.get(key) is not None}
+    if not own or "recipe" in own:
+        return resolve_recipe(dtype, **(own or defaults))
+    state, store = resolve_recipe(dtype, **defaults)
+    return resolve_recipe(dtype, **{"state_format": state.name, "weight_store": store.name, **own})
+
+
+def _pair(dtype: torch.dtype, state: str, store: str) -> tuple[StateFormat, WeightStore]:
+    pair = state_format(state), weight_store(store)
+    if pair[1].stochastic and dtype is torch.float16:
+        raise TypeError("weight_store='stochastic' rounds to bfloat16, not to float16; use bfloat16, or 'master'")
+    return pair

@@ -15,10 +15,13 @@ class WeightStore:
         name: its name in recipes and in ``weight_store=``.
         master: whether an fp32 copy is stepped and the weight is that copy, rounded to nearest
             even. Without it the weight itself is stepped, in fp32, and rounded back.
+        stochastic: whether a bf16 weight is rounded back to one of its two neighbours at random, so
+            that on average nothing is lost (:mod:`forge_megatron.formats.noise`); not to nearest.
     """
 
     name: str
-    master: bool
+    master: bool = False
+    stochastic: bool = False
 
     def allocate(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the master copy of ``weight``, or None where the weight is its own master."""
@@ -28,10 +31,11 @@ class WeightStore:
 
 
 _STORES = {
-    "nearest": WeightStore("nearest", master=False),
+    "nearest": WeightStore("nearest"),
+    "stochastic": WeightStore("stochastic", stochastic=True),
     "master": WeightStore("master", master=True),
 }
-_NOT_BUILT = ("stochastic", "fp8")
+_NOT_BUILT = ("fp8",)
 
 
 def weight_store(name: str) -> WeightStore:

@@ -30,6 +30,7 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
         default="auto",
         help="the kernels; auto is triton on a GPU",
     )
+    group.add_argument("--forge-seed", type=int, default=0, help="of stochastic rounding (sr-store)")
     return parser
 
 
@@ -37,4 +38,6 @@ def options_from_args(args: Namespace):
     """:class:`forge_megatron.megatron.ForgeOptions` of the parsed arguments."""
     from forge_megatron.megatron.build import ForgeOptions
 
-    return ForgeOptions(recipe=args.forge_recipe, update=args.forge_update, backend=args.forge_backend)
+    return ForgeOptions(
+        recipe=args.forge_recipe, update=args.forge_update, backend=args.forge_backend, seed=args.forge_seed
+    )

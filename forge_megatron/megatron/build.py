@@ -16,10 +16,12 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
 
+from forge_megatron.formats import RECIPES
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
+from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
 from forge_megatron.optimizer import ForgeOptimizer
 
@@ -34,11 +36,13 @@ class ForgeOptions:
         recipe: state format and weight store of the owned weights; None: the parameter's dtype, nearest.
         update: ``"backward"``, ``"step"`` (wait), or ``"auto"``: in backward unless a switch waits.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        seed: of stochastic rounding; the same on every rank.
     """
 
     recipe: str | None = None
     update: str = "auto"
     backend: str = "auto"
+    seed: int = 0
 
     def __post_init__(self):
         if self.update not in _UPDATES:
@@ -119,7 +123,7 @@ def get_forge_optimizer(
             conversion.include()
     dense, *experts = theirs.chained_optimizers if isinstance(theirs, ChainedOptimizer) else [theirs]
     layout = _layout(config, model_chunks, config_overrides, conversions)
-    forge = _forge(config, options, layout, conversions, waits)
+    forge = _forge(config, options, layout, conversions, model_chunks, waits)
     optimizer = ForgeMegatronOptimizer(dense, forge, layout, waits=waits)
     for chunk in model_chunks:
         observe(chunk, optimizer)
@@ -173,13 +177,19 @@ def _layout(
     return Layout([group for group in groups if not group["is_expert_parallel"]], names, owned)
 
 
+def _is_stochastic(recipe: str | None) -> bool:
+    return recipe in RECIPES and RECIPES[recipe][1] == "stochastic"
+
+
 def _forge(
     config: OptimizerConfig,
     options: ForgeOptions,
     layout: Layout,
     conversions: Sequence[Conversion],
+    model_chunks: Sequence[nn.Module],
     waits: bool,
 ) -> ForgeOptimizer:
+    owned = [weight for conversion in conversions for weight in conversion.owned.values()]
     groups = []
     for group in layout.groups:
         members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
@@ -194,10 +204,11 @@ def _forge(
         weight_decay=config.weight_decay,
         recipe=options.recipe,
         backend=options.backend,
+        seed=options.seed,
+        origins=origins(model_chunks, owned) if _is_stochastic(options.recipe) else None,
         waiting=waits,
         accumulation_steps=None if waits else 1,
     )
-    for conversion in conversions:
-        for weight in conversion.owned.values():
-            forge.own(weight, layout.names[weight])
+    for weight in owned:
+        forge.own(weight, layout.names[weight])
     return forge

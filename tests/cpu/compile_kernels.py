@@ -24,7 +24,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 #: weight dtype, state dtype, master
-STORAGE = {"bf16": (BF16, BF16, False), "bf16-noise": (BF16, BF16, False), "fp16-master": (FP16, FP32, True), "fp32": (FP32, FP32, False)}
+STORAGE = {
+    "bf16": (BF16, BF16, False),
+    "bf16-noise": (BF16, BF16, False),
+    "fp16-master": (FP16, FP32, True),
+    "fp32": (FP32, FP32, False),
+}
 #: shape, tokens of each segment, accumulator's dtype
 LAUNCHES = {
     "large": ((2048, 2048), (512,), None),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_megatron.formats import RECIPES, resolve_recipe, state_format, state_format_of, weight_store
+from forge_megatron.formats import RECIPES, resolve_group, resolve_recipe, state_format, state_format_of, weight_store
 from forge_megatron.rules import bind, torch_language
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
         *((dtype, "fp32-state", torch.float32, "nearest") for dtype in DTYPES),
         *((dtype, "bf16-state", torch.bfloat16, "nearest") for dtype in DTYPES),
         *((dtype, "fp32-master", torch.float32, "master") for dtype in DTYPES),
+        *((dtype, "sr-store", torch.bfloat16, "stochastic") for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
 def test_a_recipe_is_a_state_format_and_a_weight_store(dtype, recipe, state, store):
@@ -30,7 +31,7 @@ def test_the_parts_can_be_named_instead():
     assert (fmt.name, store.name) == ("fp32", "master")
 
 
-@pytest.mark.parametrize("recipe", ["sr-store", "int8", "fp8", "fp8-weight"])
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "fp8-weight"])
 def test_a_recipe_that_is_not_built_is_refused_by_name(recipe):
     assert recipe in RECIPES
     with pytest.raises(NotImplementedError, match=f"recipe='{recipe}' is not built"):
@@ -40,8 +41,26 @@ def test_a_recipe_that_is_not_built_is_refused_by_name(recipe):
 def test_a_part_that_is_not_built_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="state_format='int8'"):
         resolve_recipe(torch.bfloat16, state_format="int8")
-    with pytest.raises(NotImplementedError, match="weight_store='stochastic'"):
-        resolve_recipe(torch.bfloat16, weight_store="stochastic")
+    with pytest.raises(NotImplementedError, match="weight_store='fp8'"):
+        resolve_recipe(torch.bfloat16, weight_store="fp8")
+
+
+def test_stochastic_rounding_is_to_bf16():
+    with pytest.raises(TypeError, match=r"'stochastic' rounds to bfloat16, not to float16"):
+        resolve_recipe(torch.float16, "sr-store")
+
+
+def test_a_group_replaces_the_formats_or_a_part_of_them():
+    def named(group, **defaults):
+        return tuple(f.name for f in resolve_group(torch.bfloat16, group, defaults))
+
+    assert named({}, recipe="sr-store") == ("bf16", "stochastic")
+    assert named({"recipe": "fp32-master"}, recipe="sr-store") == ("fp32", "master")
+    assert named({"state_format": "fp32"}, recipe="sr-store") == ("fp32", "stochastic")
+    assert named({"weight_store": "nearest"}, recipe="sr-store") == ("bf16", "nearest")
+    assert named({"state_format": "fp32"}) == ("fp32", "nearest")
+    with pytest.raises(ValueError, match="recipe='fp32-state' already names"):
+        named({"recipe": "fp32-state", "weight_store": "master"})
 
 
 def test_unknown_names_list_what_there_is():
@@ -49,7 +68,7 @@ def test_unknown_names_list_what_there_is():
         resolve_recipe(torch.float32, "fp32")
     with pytest.raises(ValueError, match=r"state_format='fp16'.*fp32, bf16"):
         state_format("fp16")
-    with pytest.raises(ValueError, match=r"weight_store='copy'.*nearest, master"):
+    with pytest.raises(ValueError, match=r"weight_store='copy'.*nearest, stochastic, master"):
         weight_store("copy")
 
 
