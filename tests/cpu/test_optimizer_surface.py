@@ -19,12 +19,11 @@ from tests.cpu.training import batch, mlp
         ({"sharding": "states"}, "sharding='states'"),
         ({"sharding": "full"}, "sharding='full'"),
         ({"backend": "hopper"}, "hopper"),
-        ({"recipe": "sr-store"}, "recipe='sr-store'"),
         ({"recipe": "int8"}, "recipe='int8'"),
         ({"recipe": "fp8"}, "recipe='fp8'"),
         ({"recipe": "fp8-weight"}, "recipe='fp8-weight'"),
         ({"state_format": "int8"}, "state_format='int8'"),
-        ({"weight_store": "stochastic"}, "weight_store='stochastic'"),
+        ({"weight_store": "fp8"}, "weight_store='fp8'"),
     ],
 )
 def test_an_option_that_is_not_built(options, match):
