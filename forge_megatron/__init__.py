@@ -5,9 +5,10 @@
 >>> loss.backward(); optimizer.step(); optimizer.zero_grad()
 """
 
+from forge_megatron import vocab
 from forge_megatron.attach import attach, decay_groups
 from forge_megatron.optimizer import ForgeOptimizer
 
 __version__ = "0.1.0"
 
-__all__ = ["ForgeOptimizer", "__version__", "attach", "decay_groups"]
+__all__ = ["ForgeOptimizer", "__version__", "attach", "decay_groups", "vocab"]

@@ -2,14 +2,18 @@
 
 from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step
 from .backend import resolve_backend
+from .blocks import FormedRows, of_rows
 from .choice import choose
-from .lookups import of_rows
 from .slot import Segment, Slot
+from .softmax import Normaliser, logit_gradient
 
 __all__ = [
+    "FormedRows",
+    "Normaliser",
     "Segment",
     "Slot",
     "choose",
+    "logit_gradient",
     "of_rows",
     "resolve_backend",
     "step",

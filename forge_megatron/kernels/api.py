@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
+from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
 from .lookups import is_lookup
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
@@ -39,7 +40,7 @@ def wgrad_step(
         slot: an ``[O, I]`` weight, updated in place; ``slot.norm_sq`` receives the sum of squares
             of the gradient, before the multiplier.
         segments: ``(dY [T, O], X [T, I])`` of each use; fp32, bf16 or fp16, any strides, T >= 0. For dY
-            may stand the int64 ids ``[T]`` of its one-hot rows.
+            may stand the int64 ids ``[T]`` of its one-hot rows, or a :class:`FormedRows`.
         accumulator: fp32 or bf16 ``[O, I]``, a gradient that was summed before; only read.
         multiplier: 0-dim fp32 tensor on the weight's device.
         backend: ``"auto"`` takes what :func:`choose` names; see there and :func:`resolve_backend`.
@@ -49,6 +50,9 @@ def wgrad_step(
     """
     check_slot(slot)
     check_multiplier(slot.name, multiplier, slot.weight.device)
+    if is_blocked(segments):
+        _step_blocks(slot, segments, accumulator, multiplier, backend)
+        return
     chosen = _checked_choice(slot, segments, accumulator, backend)
     if chosen in WGRAD_ONLY:
         importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
@@ -79,6 +83,14 @@ def wgrad_norm_sq(
     if out.dim() != 0 or out.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; give a 0-dim fp32 or fp64 tensor")
     shape = _gradient_shape(segments, accumulator, shape)
+    if is_blocked(segments):
+        norms = []
+        for rows, part in row_blocks(segments, shape[0]):
+            norms.append(torch.empty((), dtype=torch.float64, device=out.device))
+            added = None if accumulator is None else accumulator[rows]
+            wgrad_norm_sq(part, norms[-1], accumulator=added, backend=backend)
+        out.data.copy_(torch.stack(norms).sum())
+        return
     check_segments("wgrad_norm_sq", segments, shape, out.device)
     if accumulator is not None:
         check_accumulator("wgrad_norm_sq", accumulator, shape, out.device)
@@ -96,6 +108,10 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
     check_accumulator("wgrad_accumulate", accumulator, accumulator.shape, accumulator.device)
     if accumulator.dim() != 2:
         raise ValueError(f"the accumulator is {list(accumulator.shape)}; it must be [O, I]")
+    if is_blocked(segments):
+        for rows, part in row_blocks(segments, accumulator.shape[0]):
+            wgrad_accumulate(part, accumulator[rows], backend=backend)
+        return
     check_segments("wgrad_accumulate", segments, accumulator.shape, accumulator.device)
     if segments:
         _module(chosen, "wgrad").wgrad_write(segments, accumulator, accumulator)
@@ -119,6 +135,10 @@ def wgrad(
     check_accumulator("wgrad: out", out, out.shape, out.device)
     if out.dim() != 2:
         raise ValueError(f"out is {list(out.shape)}; it must be [O, I]")
+    if is_blocked(segments):
+        for rows, part in row_blocks(segments, out.shape[0]):
+            wgrad(part, out[rows], accumulator=None if accumulator is None else accumulator[rows], backend=backend)
+        return
     check_segments("wgrad", segments, out.shape, out.device)
     if accumulator is not None:
         check_accumulator("wgrad", accumulator, out.shape, out.device)
@@ -165,6 +185,31 @@ def step(
             raise TypeError(f"{slot.name}: a gradient of dtype {grad.dtype} cannot be stepped")
     check_multiplier(slots[0].name, multiplier, device)
     _module(chosen, "step").step(slots, grads, multiplier)
+
+
+def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) -> None:
+    rows = slot.weight.shape[0]
+    if slot.rule.regime != "fused":
+        # Its update reads more than its own rows.
+        whole = (
+            torch.zeros(slot.weight.shape, device=slot.weight.device) if accumulator is None else accumulator.float()
+        )
+        wgrad_accumulate(segments, whole, backend=backend)
+        wgrad_step(slot, [], accumulator=whole, multiplier=multiplier, backend=backend)
+        return
+    norms = []
+    for part, factors in row_blocks(segments, rows):
+        if slot.norm_sq is not None:
+            norms.append(torch.empty_like(slot.norm_sq))
+        wgrad_step(
+            slot_of(slot, part, norms[-1] if norms else None),
+            factors,
+            accumulator=None if accumulator is None else accumulator[part],
+            multiplier=multiplier,
+            backend=backend,
+        )
+    if norms:
+        slot.norm_sq.data.copy_(torch.stack(norms).sum(dtype=torch.float64))
 
 
 #: Layouts of operands that a slot remembers: batches may have a new number of tokens each.

@@ -20,12 +20,6 @@ def is_lookup(segment) -> bool:
     return isinstance(ids, Tensor) and ids.dtype is torch.int64
 
 
-def of_rows(segment, rows: slice) -> tuple[Tensor, Tensor]:
-    """The segment of some rows of the weight: ids of others are no row then."""
-    first, second = segment
-    return (first - rows.start if is_lookup(segment) else first[:, rows]), second
-
-
 @dataclass(frozen=True)
 class Lookups:
     """Segments of ids, sorted.

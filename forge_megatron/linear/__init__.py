@@ -1,7 +1,7 @@
 """Linear layers whose weight gradient is handed to a sink instead of to ``.grad``."""
 
 from forge_megatron.linear.attached import Attached
-from forge_megatron.linear.function import owned_linear
+from forge_megatron.linear.function import is_callers, owned_linear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
 from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of, without_autocast
@@ -16,6 +16,7 @@ __all__ = [
     "Sink",
     "Use",
     "accumulates",
+    "is_callers",
     "open_use",
     "owned_linear",
     "owner_of",

@@ -14,18 +14,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge_megatron.kernels import FormedRows, Segment
+
 
 @dataclass(frozen=True)
 class Kept:
     """One pair of factors, the versions they had, and the graph task that they belong to."""
 
-    dy: Tensor
+    dy: Tensor | FormedRows
     x: Tensor
     versions: tuple[int, int]
     task: int
 
     def nbytes(self) -> int:
-        return self.dy.numel() * self.dy.element_size() + self.x.numel() * self.x.element_size()
+        return sum(_nbytes(factor) for factor in (self.dy, self.x))
+
+
+def _nbytes(factor: Tensor | FormedRows) -> int:
+    return factor.nbytes() if isinstance(factor, FormedRows) else factor.numel() * factor.element_size()
+
+
+def _version(factor: Tensor | FormedRows) -> int:
+    return factor.version if isinstance(factor, FormedRows) else factor._version
 
 
 def _own(tensor: Tensor, borrowed: bool) -> Tensor:
@@ -50,17 +60,21 @@ class Factors:
         return bool(self.kept) or self.accumulator is not None
 
     @property
-    def segments(self) -> list[tuple[Tensor, Tensor]]:
+    def segments(self) -> list[Segment]:
         return [(pair.dy, pair.x) for pair in self.kept]
 
     def nbytes(self) -> int:
         held = sum(pair.nbytes() for pair in self.kept)
         return held + (0 if self.accumulator is None else self._fp32_bytes)
 
-    def keep(self, dy: Tensor, x: Tensor, task: int, *, borrowed_dy: bool, borrowed_x: bool) -> None:
+    def keep(self, dy: Tensor | FormedRows, x: Tensor, task: int, *, borrowed_dy: bool, borrowed_x: bool) -> None:
         """Keeps one pair; a borrowed factor is copied, for somebody else may write to it."""
-        dy, x = _own(dy, borrowed_dy), _own(x, borrowed_x)
-        self.kept.append(Kept(dy, x, (dy._version, x._version), task))
+        x = _own(x, borrowed_x)
+        if isinstance(dy, FormedRows):
+            dy.keep(x)
+        else:
+            dy = _own(dy, borrowed_dy)
+        self.kept.append(Kept(dy, x, (_version(dy), x._version), task))
 
     def outgrown(self) -> bool:
         """The pairs take more bytes than they may beside the accumulator, or in its place."""
@@ -74,7 +88,7 @@ class Factors:
             accumulate: ``accumulate(segments, accumulator)``, which adds ``Σ dYᵀ X``.
         """
         if self.accumulator is None:
-            device = self.kept[0].dy.device
+            device = self.kept[0].x.device
             self.accumulator = torch.zeros(self._shape, dtype=torch.float32, device=device)
         accumulate(self.segments, self.accumulator)
         self.folded_tasks.update(pair.task for pair in self.kept)
@@ -87,7 +101,7 @@ class Factors:
     def expect_unchanged(self, name: str) -> None:
         """Raises if a kept factor was overwritten in place after its backward."""
         for pair in self.kept:
-            if (pair.dy._version, pair.x._version) != pair.versions:
+            if (_version(pair.dy), pair.x._version) != pair.versions:
                 raise RuntimeError(
                     f"{name}: an activation or output gradient that waits for step() was modified in "
                     "place after backward; call step() first, or write the next batch to another tensor"

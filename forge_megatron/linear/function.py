@@ -35,11 +35,11 @@ class OwnedLinearFunction(torch.autograd.Function):
             dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
             if wanted:
                 (x,) = ctx.saved_tensors
-                use.deliver(rows, _rows(x), borrowed=_is_callers(x))
+                use.deliver(rows, _rows(x), borrowed=is_callers(x))
         return dx, None, dbias, None
 
 
-def _is_callers(x: Tensor) -> bool:
+def is_callers(x: Tensor) -> bool:
     """Autograd did not make it: an input, into which the next batch may be written, or another weight."""
     return (x._base if x._is_view() else x).is_leaf
 

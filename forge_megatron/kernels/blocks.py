@@ -1,0 +1,83 @@
+"""A dY that never exists whole: it is formed for some rows of the weight at a time, and those rows are stepped from it.
+
+The head of a language model has one: its dY is as large as the logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .lookups import is_lookup
+from .slot import Segment, Slot
+
+
+class FormedRows(ABC):
+    """The dY ``[T, O]`` of a segment, formed by blocks of the weight's rows.
+
+    Attributes:
+        shape: ``[T, O]``.
+        block: rows to be formed at a time; a multiple of 16, so that every block is aligned as the weight is.
+    """
+
+    shape: torch.Size
+    block: int
+
+    @abstractmethod
+    def columns(self, rows: slice) -> Tensor:
+        """``dY[:, rows]``, which belongs to the caller.
+
+        Each step, norm or sum asks for every block once, from the first row to the last, before it writes
+        that block of the weight.
+        """
+
+    @abstractmethod
+    def keep(self, x: Tensor) -> None:
+        """The segment's X is kept to a later step as ``x``, equal to the one that was given."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Changes when what the rows are formed from is written."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that are held besides X."""
+
+
+def is_blocked(segments: Sequence[Segment]) -> bool:
+    return any(isinstance(dy, FormedRows) for dy, _ in segments)
+
+
+def row_blocks(segments: Sequence[Segment], rows: int) -> Iterator[tuple[slice, list[Segment]]]:
+    """Blocks of the weight's rows, each with the segments of its part of the gradient."""
+    block = min(dy.block for dy, _ in segments if isinstance(dy, FormedRows))
+    for start in range(0, rows, block):
+        part = slice(start, min(start + block, rows))
+        yield part, [of_rows(segment, part) for segment in segments]
+
+
+def of_rows(segment: Segment, rows: slice) -> tuple[Tensor, Tensor]:
+    """The segment of some rows of the weight: ids of others are no row then."""
+    first, second = segment
+    if isinstance(first, FormedRows):
+        return first.columns(rows), second
+    return (first - rows.start if is_lookup(segment) else first[:, rows]), second
+
+
+def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
+    """``slot`` for some of its rows, in the same memory; kept by ``slot``, for its launches remember much."""
+    key = "rows", rows.start, rows.stop, norm_sq is None
+    if key not in slot.memo:
+        slot.memo[key] = replace(
+            slot,
+            weight=slot.weight.detach()[rows],
+            states=tuple(state[rows] for state in slot.states),
+            master=None if slot.master is None else slot.master[rows],
+        )
+    slot.memo[key].norm_sq = norm_sq
+    return slot.memo[key]
