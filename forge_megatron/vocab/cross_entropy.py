@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from forge_megatron.linear import Attached, Use, is_callers, open_use
-from forge_megatron.linear.owned import without_autocast
+from forge_megatron.linear import Attached, Use, is_callers, open_use, without_autocast
 from forge_megatron.vocab.logits import Head, LogitGradient, Loss
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

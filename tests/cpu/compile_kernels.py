@@ -112,7 +112,7 @@ def main() -> None:
     JITFunction.run = compile_only
     # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
     from forge_megatron.formats import Noise, Origin
-    from forge_megatron.kernels import Slot, cublas_wgrad, triton_step, triton_wgrad
+    from forge_megatron.kernels import Slot, cublas_wgrad, softmax, triton_softmax, triton_step, triton_wgrad
     from forge_megatron.rules import get
 
     rule = get("adamw")
@@ -146,6 +146,12 @@ def main() -> None:
     for storage in ("bf16", "bf16-noise"):
         label = f"{storage} dense"
         cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
+    label = "head"
+    normaliser = softmax.Normaliser(torch.zeros(64, dtype=torch.int64), "triton")
+    block, bias = torch.zeros(64, 4096), torch.zeros(4096, dtype=BF16)
+    triton_softmax.add(normaliser, block, bias, 16)
+    weights = normaliser.maximum, normaliser.maximum, normaliser.maximum
+    triton_softmax.gradient(block, bias, normaliser.targets, normaliser.maximum, weights, 16, BF16)
     json.dump([{"launch": k[0], "kernel": k[1], **v} for k, v in compiled.items()], sys.stdout, indent=1)
 
 
