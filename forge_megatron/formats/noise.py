@@ -13,7 +13,7 @@ Equal on replicas, on any tiling and sharding, on CPU and GPU; another each step
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,14 @@ class Noise:
     words: Tensor
     origin: Origin
     columns: int
+
+    def below(self, rows: int) -> Noise:
+        """Of the part without its first ``rows`` rows, for this step: its words are a copy."""
+        words = self.words.clone()
+        words[1] += rows
+        words[3] -= rows
+        origin = replace(self.origin, row=self.origin.row + rows, split=self.origin.split - rows)
+        return replace(self, words=words, origin=origin)
 
     @property
     def is_grouped(self) -> bool:

@@ -79,5 +79,7 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
             states=tuple(state[rows] for state in slot.states),
             master=None if slot.master is None else slot.master[rows],
         )
-    slot.memo[key].norm_sq = norm_sq
-    return slot.memo[key]
+    part = slot.memo[key]
+    part.norm_sq = norm_sq
+    part.noise = None if slot.noise is None else slot.noise.below(rows.start)
+    return part

@@ -222,6 +222,23 @@ def test_16_bit_operands(autocast):
     torch.testing.assert_close(got, weight.grad, rtol=eps, atol=eps * weight.grad.abs().max().item() + stored)
 
 
+@backends
+def test_stochastic_rounding_takes_the_bits_of_the_whole_weight(backend, monkeypatch):
+    """In blocks of rows as at once."""
+    heads = []
+    for block in (1, 1 << 25):
+        monkeypatch.setattr(logits, "BLOCK_LOGITS", block)
+        torch.manual_seed(0)
+        head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.bfloat16)
+        optimizer = forge.attach(head, lr=1e-4, recipe="sr-store", backend=backend)
+        for seed in range(2):
+            linear_cross_entropy(batch(7, WIDTH, seed=seed).bfloat16(), head, TARGETS, backend=backend).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        heads.append(snapshot(head, optimizer))
+    expect_bit_equal(*heads)
+
+
 def test_as_a_module():
     pair = Pair(Model())
     for (model, _), loss in zip(pair.sides(), (None, whole), strict=True):
