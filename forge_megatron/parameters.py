@@ -160,7 +160,7 @@ class Parameters:
                 )
         for family, rule, group in zip(self._families, self._rules, self._groups, strict=True):
             needed = family.variant(group)
-            if needed is not rule:
+            if needed is not rule and group["params"]:
                 raise RuntimeError(
                     f"{self.labels[group['params'][0]]}: the hyperparameters of its group now need the states "
                     f"{_listed(needed)}, and it has {_listed(rule)}; attach with these hyperparameters"

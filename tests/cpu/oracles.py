@@ -64,23 +64,24 @@ class SGD64:
         return w - self.lr * (g + self.weight_decay * w), ()
 
 
-@dataclass
-class Lion64:
-    """Program 1 of Symbolic Discovery of Optimization Algorithms, with decoupled decay."""
+class Lion(torch.optim.Optimizer):
+    """Program 1 of Symbolic Discovery of Optimization Algorithms, by hand, in the parameters' dtype."""
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    maximize: bool = False
-    states: tuple[str, ...] = field(default=("exp_avg",), init=False)
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0, maximize=False, foreach=None):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
-    def step(self, w: Tensor, states: tuple[Tensor, ...], g: Tensor, t: int):
-        (m,) = states
-        beta1, beta2 = self.betas
-        if self.maximize:
-            g = -g
-        update = torch.sign(beta1 * m + (1 - beta1) * g)
-        return w - self.lr * (update + self.weight_decay * w), (beta2 * m + (1 - beta2) * g,)
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                g = -p.grad if group["maximize"] else p.grad
+                state = self.state[p]
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                update = torch.sign(beta1 * m + (1 - beta1) * g)
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                m.copy_(beta2 * m + (1 - beta2) * g)
 
 
 class Torch64:
@@ -135,8 +136,10 @@ TORCH = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-ORACLES = {name: partial(Torch64, optimizer) for name, optimizer in TORCH.items()}
-ORACLES.update(adamw=AdamW64, sgd=SGD64, lion=Lion64)
+#: torch.optim's, and by hand what it does not have.
+OPTIMIZERS = {**TORCH, "lion": Lion}
+ORACLES = {name: partial(Torch64, optimizer) for name, optimizer in OPTIMIZERS.items()}
+ORACLES.update(adamw=AdamW64, sgd=SGD64)
 
 #: Each rule of regime 1 in each of its forms: the set of states, or another formula.
 FORMS = {
@@ -165,5 +168,5 @@ def oracle(form: str, **hyperparameters):
     """The fp64 oracle of one of ``FORMS``, with further hyperparameters."""
     name = form.partition("-")[0]
     # Those by hand know the plain form.
-    make = partial(Torch64, TORCH[name]) if FORMS[form] and name in TORCH else ORACLES[name]
+    make = partial(Torch64, OPTIMIZERS[name]) if FORMS[form] else ORACLES[name]
     return make(**{**FORMS[form], **hyperparameters})

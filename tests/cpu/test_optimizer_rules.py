@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import forge_megatron as forge
+from forge_megatron.rules import available, fused
+from tests.cpu import oracles
 from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
@@ -139,3 +141,124 @@ def test_a_checkpoint_with_momentum_is_loaded_where_there_are_buffers():
     without = forge.attach(mlp(6, 8, 4), "sgd", lr=1e-2)
     with pytest.raises(ValueError, match="need the states momentum_buffer, and the optimizer has none; attach with"):
         without.load_state_dict(pair.optimizer.state_dict())
+
+
+def pair_of(form, **options):
+    return Pair(mlp(6, 8, 4), rule=form.partition("-")[0], lr=1e-3, weight_decay=0.1, **oracles.FORMS[form], **options)
+
+
+@pytest.mark.parametrize(("backend", "clip"), [("reference", None), ("reference", 0.05), ("triton", None)])
+@pytest.mark.parametrize("form", oracles.FORMS)
+def test_every_rule_trains_as_its_reference(form, backend, clip):
+    pair = pair_of(form, backend=backend, clip=clip)
+    pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(3)))
+    pair.expect_equal()
+
+
+@pytest.mark.parametrize("form", oracles.FORMS)
+def test_checkpoints_of_every_rule_both_ways(form):
+    pair = pair_of(form)
+    for seed in range(3):
+        pair.twin(batch(5, 6, seed=seed)).square().mean().backward()
+        pair.oracle.step()
+        pair.oracle.zero_grad()
+    pair.model.load_state_dict(pair.twin.state_dict())
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.oracle.state_dict()))
+    if form != "lion":
+        pair.expect_equal(atol=0)
+    pair.train(mean_square(batch(5, 6, seed=3)))
+    pair.expect_equal()
+
+    pair.twin = mlp(6, 8, 4)
+    pair.twin.load_state_dict(pair.model.state_dict())
+    pair.oracle = oracles.OPTIMIZERS[form.partition("-")[0]](pair.twin.parameters(), lr=5.0, **oracles.FORMS[form])
+    pair.oracle.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+    pair.train(mean_square(batch(5, 6, seed=4)))
+    pair.expect_equal()
+
+
+def test_adagrads_sum_begins_where_it_is_told_to():
+    """Also for a parameter that is unfrozen later, and for one that a checkpoint says was never stepped."""
+    model = mlp(6, 8, 4)
+    model[2].weight.requires_grad_(False)
+    optimizer = forge.attach(model, "adagrad", lr=1e-2, initial_accumulator_value=0.5)
+    assert (optimizer.state[model[0].weight]["sum"] == 0.5).all()
+    model[2].weight.requires_grad_(True)
+    model(torch.zeros(5, 6)).sum().mul(0.0).backward()
+    optimizer.step()
+    assert (optimizer.state[model[2].weight]["sum"] == 0.5).all()
+
+    theirs = torch.optim.Adagrad(model.named_parameters(), lr=1e-2, initial_accumulator_value=0.25)
+    saved = theirs.state_dict()
+    saved["state"] = {key: state for key, state in saved["state"].items() if key != 0}
+    optimizer.load_state_dict(saved)
+    assert (optimizer.state[model[0].weight]["sum"] == 0.5).all()
+    assert optimizer.state[model[0].weight]["step"] == 0
+    assert (optimizer.state[model[2].weight]["sum"] == 0.25).all()
+
+
+def test_adam_and_adamw_are_not_loaded_from_each_other():
+    for rule, theirs, way_out in (("adam", torch.optim.AdamW, "adamw"), ("adamw", torch.optim.Adam, "adam")):
+        model = mlp(6, 8, 4)
+        optimizer = forge.attach(model, rule, lr=1e-3)
+        before = snapshot(model, optimizer)
+        with pytest.raises(ValueError, match=f"use the rule {way_out}$"):
+            optimizer.load_state_dict(theirs(model.parameters(), lr=1e-3).state_dict())
+        expect_bit_equal(before, snapshot(model, optimizer))
+
+
+TOY = '''"""Half of a signed square root, as a test."""
+
+from forge_megatron.rules.bind import torch_language as tl
+from forge_megatron.rules.rule import Rule, register
+
+
+def update(g, w, states, h):
+    lr, beta = h
+    average = tl.fma(states[0], beta, g)
+    root = tl.sqrt(tl.abs(average))
+    return w - lr * tl.where(average < 0.0, -root, root), (average,)
+
+
+register(
+    Rule(
+        name="toy",
+        states=("average",),
+        defaults={"beta": 0.5},
+        scalars=lambda group, step: (float(group["lr"]), float(group["beta"])),
+        update=update,
+    )
+)
+'''
+
+
+class Toy(torch.optim.Optimizer):
+    def __init__(self, params, lr, beta=0.5):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                average = state["average"] = group["beta"] * state.get("average", 0.0) + p.grad
+                state["step"] = state.get("step", 0) + 1
+                p.sub_(group["lr"] * average.sign() * average.abs().sqrt())
+
+
+def test_a_new_rule_is_one_file_of_under_thirty_lines(tmp_path, monkeypatch):
+    """Nothing else names it: it is found, trains on every backend, clips, and is saved."""
+    assert len(TOY.splitlines()) < 30
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(fused, "__path__", [*fused.__path__, str(tmp_path)])
+    assert "toy" in available()
+    monkeypatch.setitem(oracles.OPTIMIZERS, "toy", Toy)
+    for backend, clip in (("reference", None), ("triton", None), ("triton", 0.05)):
+        pair = Pair(mlp(6, 8, 4), rule="toy", lr=1e-3, beta=0.75, backend=backend, clip=clip)
+        pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(3)))
+        pair.expect_equal(atol=2e-6)
+    restored = forge.attach(mlp(6, 8, 4), "toy", lr=1e-3)
+    restored.load_state_dict(pair.optimizer.state_dict())
+    assert restored.param_groups[0]["beta"] == 0.75
+    with pytest.raises(TypeError, match=r"toy has no hyperparameter 'betas'; it has: lr, beta$"):
+        forge.attach(mlp(6, 8, 4), "toy", lr=1e-3, betas=(0.9, 0.9))
