@@ -8,12 +8,15 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 CONSTRAINTS := requirements/constraints.txt
+MACHINE := $(shell uname -m)
 # Each process of a test computes on one core: two of them side by side are faster than one on two cores.
 export OMP_NUM_THREADS ?= 1
 JOBS ?= 2
 PYTEST_ARGS ?=
 # A file's tests share what it sets up; the long files come first (tests/conftest.py), so that both ends come together.
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Exit code 5: what PYTEST_ARGS selects is all in the other run.
+NONE_SELECTED = || test $$? = 5 -a -n "$(PYTEST_ARGS)"
 
 .PHONY: help env demo gates test test-core test-other test-mcore lint clean
 help:
@@ -31,7 +34,7 @@ gates: $(VENV)/run.stamp
 test: test-core test-other
 
 test-core: $(VENV)/test.stamp
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS) $(NONE_SELECTED)
 
 # The tests that depend on megatron-core, on the version that $(VENV) does not have: 0.19 in a Python 3.12 environment,
 # with megatron.training, where there is a python3.12; else from an unpacked wheel.
@@ -47,11 +50,11 @@ test-other: $(VENV)/test.stamp
 
 # 0.19 asks for Python 3.12 only for megatron.training: megatron.core is unpacked, put in front, and runs under 3.11 too.
 test-mcore: $(VENV)/test.stamp $(VENV)/mcore.stamp
-	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PYTEST) -m megatron $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/mcore $(PYTEST) -m megatron $(PYTEST_ARGS) $(NONE_SELECTED)
 
 .PHONY: test-megatron
 test-megatron: $(VENV)/test.stamp
-	$(PYTEST) -m megatron $(PYTEST_ARGS)
+	$(PYTEST) -m megatron $(PYTEST_ARGS) $(NONE_SELECTED)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
@@ -72,7 +75,7 @@ $(VENV)/mcore.stamp: $(VENV)/run.stamp
 	rm -rf $(VENV)/mcore
 	@if $(PY) -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then version=0.19.2; else version=0.16.1; fi; set -x; \
 	$(PY) -m pip install --quiet --target $(VENV)/mcore --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
-	    --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 megatron-core==$$version
+	    --platform manylinux_2_28_$(MACHINE) --platform manylinux_2_24_$(MACHINE) --platform manylinux_2_17_$(MACHINE) megatron-core==$$version
 	touch $@
 
 clean:
