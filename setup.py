@@ -36,7 +36,8 @@ setup(
         "nvml": ["nvidia-ml-py>=12"],
         "tokenizers": ["transformers>=4.51"],
         "deepspeed": ["deepspeed>=0.16"],
-        "bench": ["matplotlib>=3.8", "nvidia-ml-py>=12"],
+        "bench": ["matplotlib>=3.8", "transformers>=4.51"],
+        "peers": ["torch-optimi", "flashoptim", "bitsandbytes", "torchao", "galore-torch", "apollo-torch"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",

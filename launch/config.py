@@ -156,23 +156,32 @@ class Recipe:
         return self.batch.total // (self.batch.micro * self.parallel.data)
 
 
-def find(name: str) -> Path:
-    """The recipe's file: a path, or a name in recipes/."""
-    for candidate in (Path(name), RECIPES / name, RECIPES / f"{name}.yaml"):
+def find(name: str, folder: Path = RECIPES) -> Path:
+    """The recipe's file: a path, or a name in ``folder``."""
+    for candidate in (Path(name), folder / name, folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
-    known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
-    raise RecipeError("RECIPE", f"no file {name!r}, and recipes/ has: {known}")
+    known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
+    raise RecipeError("RECIPE", f"no file {name!r}, and {folder.name}/ has: {known}")
 
 
-def load(name: str, overrides: list[str] | None = None) -> Recipe:
+def load(name: str, overrides: list[str] | None = None, kind: type = Recipe, folder: Path = RECIPES) -> Any:
     """Read a recipe and apply ``key=value`` overrides.
+
+    Args:
+        name: as :func:`find` takes it.
+        overrides: each ``key=value``.
+        kind: the dataclass that says what a file may hold.
+        folder: where names are looked up.
+
+    Returns:
+        A ``kind``.
 
     Raises:
         RecipeError: an unknown key, a wrong type, or a required key that is not given.
     """
-    schema = OmegaConf.structured(Recipe)
-    path = find(name)
+    schema = OmegaConf.structured(kind)
+    path = find(name, folder)
     try:
         layers = [OmegaConf.load(path)]
     except Exception as error:  # YAML's errors have no common base that OmegaConf promises
@@ -188,7 +197,7 @@ def load(name: str, overrides: list[str] | None = None) -> Recipe:
         plain = OmegaConf.to_container(layer)
         if not isinstance(plain, dict):
             raise RecipeError(str(path), "a recipe is a mapping of sections")
-        _check_known(plain, Recipe, "")
+        _check_known(plain, kind, "")
         try:
             schema = OmegaConf.merge(schema, layer)
         except OmegaConfBaseException as error:
