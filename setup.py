@@ -37,7 +37,14 @@ setup(
         "tokenizers": ["transformers>=4.51"],
         "deepspeed": ["deepspeed>=0.16"],
         "bench": ["matplotlib>=3.8", "transformers>=4.51"],
-        "peers": ["torch-optimi", "flashoptim", "bitsandbytes", "torchao", "galore-torch", "apollo-torch"],
+        "peers": [
+            "torch-optimi>=0.3",
+            "flashoptim>=0.1.4",
+            "bitsandbytes>=0.48",
+            "torchao>=0.14",
+            "galore-torch>=1",
+            "apollo-torch>=1",
+        ],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
