@@ -12,13 +12,21 @@ from forge_megatron.linear import OwnedWeight
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: its name, shape, whether it is fused, how it is stepped, and its states' bytes."""
+    """One parameter: its name, shape, whether it is fused, how it is stepped, and its states' bytes.
+
+    Attributes:
+        waits_as: what its last gradient that waited for ``step()`` was kept as: "factors", or "accumulator" where they
+            would have outgrown it; "": none has waited.
+        waiting_bytes: the most that its waiting gradients have taken.
+    """
 
     name: str
     shape: tuple[int, ...]
     fused: bool
     how: str
     state_bytes: int
+    waits_as: str = ""
+    waiting_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Coverage:
         return len(self.rows)
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "stepped", "state bytes")]
-        table += [(r.name, "×".join(map(str, r.shape)), r.how, f"{r.state_bytes:,}") for r in self.rows]
+        table = [("parameter", "shape", "stepped", "state bytes", "waited as")]
+        table += [(r.name, "×".join(map(str, r.shape)), r.how, f"{r.state_bytes:,}", _waiting(r)) for r in self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
@@ -79,8 +87,13 @@ def cover(
             how = "read without calling its module: stepped from .grad"
         else:
             how = reasons.get(p, "not the weight of a linear layer or an embedding")
-        rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {}))))
+        waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ()
+        rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited))
     return Coverage(rows)
+
+
+def _waiting(row: Row) -> str:
+    return f"{row.waits_as}, at most {row.waiting_bytes:,} bytes" if row.waits_as else ""
 
 
 def _bytes(state: Mapping[str, Tensor]) -> int:

@@ -38,7 +38,8 @@ class ForgeOptimizer(Stepping):
         rule: a rule's name.
         recipe: names ``state_format`` and ``weight_store``, which may be given instead; a group may have its own.
         accumulation_steps: micro-batches a step; None: any number.
-        clip_grad_norm: largest global gradient norm; every weight then waits for ``step()``.
+        clip_grad_norm: largest gradient norm; every weight then waits for ``step()``.
+        clip: which norm: the ``"global"`` one of all parameters, or each ``"weight"``'s own.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
         skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight and state, the
             others are stepped. ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
@@ -65,6 +66,7 @@ class ForgeOptimizer(Stepping):
         weight_store: str | None = None,
         accumulation_steps: int | None = 1,
         clip_grad_norm: float | None = None,
+        clip: str = "global",
         waiting: bool = False,
         skip: str = "flag",
         seed: int = 0,
@@ -79,6 +81,7 @@ class ForgeOptimizer(Stepping):
         self._plan = plan(
             accumulation_steps=accumulation_steps,
             clip_grad_norm=clip_grad_norm,
+            clip=clip,
             waiting=waiting,
             skip=skip,
             process_group=process_group,
@@ -102,6 +105,7 @@ class ForgeOptimizer(Stepping):
         super().__init__(params, self.rule.resolve(hyperparameters))
         self._skips = Skips()
         self._measured: tuple[Tensor, Tensor | None] | None = None
+        self._update_norms: dict[str, Tensor] = {}
         self._grad_norm = torch.zeros((), device=self._parameters.all[0].device)
 
     # ---- parameters

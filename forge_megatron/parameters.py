@@ -50,6 +50,7 @@ class Parameters:
         self.all = [p for group in groups for p in group["params"]]
         self.slots: dict[Tensor, Slot] = {}
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
+        self._update_norms_sq: dict[Tensor, Tensor] = {}
         self._written: list[tuple] | None = None
         # Of rules that keep running numbers: the count of updates that scalars were written for, and the
         # numbers after that update.
@@ -78,7 +79,17 @@ class Parameters:
         state, rule = self._state[p], self._rule(p)
         states = tuple(state[name] for name in rule.states)
         scalars, norm = self._rows[p]
-        self.slots[p] = Slot(rule, p, states, scalars, state.get("master"), norm, self.labels[p], self._random.of(p))
+        self.slots[p] = Slot(
+            rule,
+            p,
+            states,
+            scalars,
+            state.get("master"),
+            norm,
+            self.labels[p],
+            self._random.of(p),
+            self._update_norms_sq.get(p),
+        )
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""
@@ -101,7 +112,7 @@ class Parameters:
         if self._written is not None:
             return
         self._write()
-        for _, _, norms in self._tables.values():
+        for norms in (*(norms for _, _, norms in self._tables.values()), *self._update_norms_sq.values()):
             norms.zero_()
         self._refresh_masters()
 
@@ -174,6 +185,25 @@ class Parameters:
                 for name, value in zip(self._rule(p).running, values, strict=True):
                     state[name].fill_(value)
         self._after.clear()
+
+    def measure_updates(self, wanted: bool) -> None:
+        """From now on, every step of a parameter writes how far it moved the weight, or no longer does.
+
+        Raises:
+            NotImplementedError: a rule whose weight update is not made by the launch that is measured.
+        """
+        for p in self.all if wanted else ():
+            if self._rule(p).regime != "fused":
+                raise NotImplementedError(
+                    f"{self.labels[p]}: update norms of {self._rule(p).name} are not built yet; compare weights"
+                )
+        self._update_norms_sq = {p: torch.zeros((), device=p.device) for p in self.all} if wanted else {}
+        for p, slot in self.slots.items():
+            slot.update_norm_sq = self._update_norms_sq.get(p)
+
+    def update_norms(self) -> dict[str, Tensor]:
+        """How far the last window's step moved each trainable parameter, 0-dim fp32."""
+        return {self.labels[p]: norm.sqrt() for p, norm in self._update_norms_sq.items() if p.requires_grad}
 
     def reopen_window(self) -> None:
         """The window was discarded: the next update writes its scalars anew."""

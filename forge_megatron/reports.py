@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Reports(torch.optim.Optimizer):
     _parameters: Parameters
     _skips: Skips
     _grad_norm: Tensor
+    _update_norms: dict[str, Tensor]
     # Σ g² of the last step, and what the norms were multiplied by.
     _measured: tuple[Tensor, Tensor | None] | None
 
@@ -55,6 +57,30 @@ class Reports(torch.optim.Optimizer):
         norms = norms_sq.sqrt() if scale is None else norms_sq.sqrt() * scale.abs()
         named = zip(self._parameters.labels.items(), norms.unbind(), strict=True)
         return {name: norm for (p, name), norm in named if p.requires_grad}
+
+    @contextmanager
+    def measuring_updates(self) -> Iterator[None]:
+        """Inside, every step measures how far it moves each weight, for :attr:`update_norms`.
+
+        A launch then keeps one copy of the weight that it steps and reads both again; outside it costs nothing.
+
+        Raises:
+            NotImplementedError: a rule whose weight update is a launch of its own.
+        """
+        self._parameters.measure_updates(True)
+        try:
+            yield
+        finally:
+            self._update_norms = self._parameters.update_norms()
+            self._parameters.measure_updates(False)
+
+    @property
+    def update_norms(self) -> dict[str, Tensor]:
+        """‖W' − W‖ of each trainable parameter in the last step inside :meth:`measuring_updates`, 0-dim fp32.
+
+        Of the fp32 master where there is one, and of this rank's part of the weight; 0 where nothing was stepped.
+        """
+        return self._parameters.update_norms() or dict(self._update_norms)
 
     @property
     def skipped_steps(self) -> int:

@@ -111,7 +111,8 @@ class Stepping(Reports):
         for p in ordinary:
             if p in self.owned:
                 self.owned[p].bypassed = True
-        return Pending(waiting, self._parameters.by_device(ordinary), self.backend)
+        place = {p: index for index, p in enumerate(self._parameters.all)}
+        return Pending(waiting, self._parameters.by_device(ordinary), place, self.backend)
 
     def _decide(self, pending: Pending, gradient_multiplier, scaling: LossScale | None) -> Decision:
         device = self._grad_norm.device
@@ -128,7 +129,9 @@ class Stepping(Reports):
             late_scale=scale,
             inverse_loss_scale=None if scaling is None else scaling.inverse.to(device),
             limit=self._plan.clip_grad_norm,
+            each=self._plan.clip_each,
             atomic=atomic,
+            found_inf=None if scaling is None else scaling.found_inf,
         )
         if scaling is not None:
             scaling.report(decision.skipped)

@@ -18,7 +18,8 @@ from torch import Tensor
 class Decision:
     """
     Attributes:
-        multiplier: of every gradient, 0-dim fp32; NaN skips the step; None: 1.
+        multiplier: of every gradient, 0-dim fp32, or of each parameter's, ``[parameters]``; NaN skips the step;
+            None: 1.
         norm: global gradient norm with the late scale and without the loss scale, before clipping, 0-dim fp32;
             None: nothing depends on it, and the step itself measures the norms.
         scale: what a gradient's own norm is multiplied by to be in the units of ``norm``; None: 1.
@@ -50,16 +51,20 @@ def decide(
     late_scale: Tensor | None,
     inverse_loss_scale: Tensor | None,
     limit: float | None,
+    each: bool = False,
     atomic: bool,
+    found_inf: Tensor | None = None,
 ) -> Decision:
     """From the norms that were measured before anything is stepped.
 
     Args:
         late_scale: ``step(gradient_multiplier=...)``, 0-dim fp32.
         inverse_loss_scale: one over a loss scale, 0-dim fp32.
-        limit: largest global norm; None: no clipping. The coefficient is ``torch.nn.utils.clip_grad_norm_``'s.
+        limit: largest norm; None: no clipping. The coefficient is ``torch.nn.utils.clip_grad_norm_``'s.
+        each: clip each parameter by its own norm.
         atomic: skip the step whole where the norm is not finite. So is a norm above 1.8e19 in any one parameter,
             before the loss scale is taken out: its square is not finite in fp32.
+        found_inf: 0-dim; skip if it is not 0, for what somebody else has seen.
     """
     scale = late_scale
     if inverse_loss_scale is not None:
@@ -67,10 +72,13 @@ def decide(
     norm = global_norm(norms_sq, reduce, scale)
     multiplier = scale
     if limit is not None:
-        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        clipped = norms_sq.sqrt() * (1.0 if scale is None else scale.abs()) if each else norm
+        coefficient = torch.clamp(limit / (clipped + 1e-6), max=1.0)
         multiplier = coefficient if scale is None else coefficient * scale
     if not atomic:
         return Decision(multiplier, norm, scale, None)
     finite = torch.isfinite(norm)
+    if found_inf is not None:
+        finite = finite & (found_inf.to(norm.device) == 0)
     taken = norm.new_ones(()) if multiplier is None else multiplier
     return Decision(torch.where(finite, taken, torch.nan), norm, scale, ~finite)

@@ -20,11 +20,13 @@ class Pending:
     Attributes:
         waiting: owned weights with kept factors.
         ordinary: slots that are stepped from ``.grad``, by device.
+        place: of each parameter in a vector of all.
         backend: of the kernels.
     """
 
     waiting: Sequence[OwnedWeight]
     ordinary: Mapping[torch.device, Sequence[kernels.Slot]]
+    place: Mapping[Tensor, int]
     backend: str
 
     def measure(self) -> None:
@@ -57,10 +59,11 @@ class Pending:
             return []
         counts: list[Tensor] = []
         for device, slots in self.ordinary.items():
+            grads, common = self._scaled(slots, multiplier)
             kernels.step(
                 [_slot(slot, with_norms) for slot in slots],
-                [_dense(slot.weight.grad) for slot in slots],
-                multiplier=_on(multiplier, device),
+                grads,
+                multiplier=_on(common, device),
                 backend=self.backend,
             )
             for slot in slots:
@@ -71,13 +74,26 @@ class Pending:
                 _slot(owned.slot, with_norms),
                 owned.factors.segments,
                 accumulator=_summed_before(owned),
-                multiplier=_on(multiplier, owned.weight.device),
+                multiplier=_on(self._of(owned.weight, multiplier), owned.weight.device),
                 backend=self.backend,
             )
             owned.mark_updated()
             owned.factors.clear()
             counts.append(states[owned.weight]["step"].add_(1))
         return counts
+
+    def _of(self, weight: Tensor, multiplier: Tensor | None) -> Tensor | None:
+        """The multiplier of one weight."""
+        return multiplier if multiplier is None or multiplier.dim() == 0 else multiplier[self.place[weight]]
+
+    def _scaled(self, slots, multiplier: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        """The ``.grad`` of ``slots`` and the one multiplier that is left to apply to all of them."""
+        grads = [_dense(slot.weight.grad) for slot in slots]
+        if multiplier is None or multiplier.dim() == 0:
+            return grads, multiplier
+        device = slots[0].weight.device
+        own = [self._of(slot.weight, multiplier).to(device) for slot in slots]
+        return [grad.float() * factor for grad, factor in zip(grads, own, strict=True)], None
 
     def _slots(self) -> list[kernels.Slot]:
         return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]

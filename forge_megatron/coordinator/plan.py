@@ -14,13 +14,15 @@ class Plan:
     Attributes:
         waits: every owned weight's factors are kept to ``step()``.
         micro_batches: backward passes that ``step()`` may close; None: any number.
-        clip_grad_norm: largest global gradient norm; None: no clipping.
+        clip_grad_norm: largest gradient norm; None: no clipping.
+        clip_each: of every parameter by itself, not of all together.
         atomic: a gradient that is not finite skips the whole step.
     """
 
     waits: bool
     micro_batches: int | None
     clip_grad_norm: float | None
+    clip_each: bool
     atomic: bool
 
 
@@ -28,6 +30,7 @@ def plan(
     *,
     accumulation_steps: int | None = 1,
     clip_grad_norm: float | None = None,
+    clip: str = "global",
     waiting: bool = False,
     skip: str = "flag",
     process_group=None,
@@ -38,6 +41,7 @@ def plan(
     Args:
         accumulation_steps: micro-batches a step, at least 1; None: any number.
         clip_grad_norm: a norm above 0; None and infinity mean no clipping.
+        clip: ``"global"``: the norm of all gradients; ``"weight"``: of each parameter's.
         waiting: keep every weight's factors although nothing else asks for it (a late scale).
         skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state; ``"atomic"``: every
             coordinate does then.
@@ -63,13 +67,17 @@ def plan(
         isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
     ):
         raise ValueError(f"accumulation_steps={accumulation_steps!r}; give a whole number of at least 1")
-    clip = _clip(clip_grad_norm)
+    limit = _limit(clip_grad_norm)
+    if clip not in ("global", "weight"):
+        raise ValueError(f"clip={clip!r} is unknown; use 'global' or 'weight'")
+    if clip == "weight" and limit is None:
+        raise ValueError("clip='weight' without a norm; give clip_grad_norm=")
     atomic = skip == "atomic"
-    waits = waiting or atomic or clip is not None or accumulation_steps != 1
-    return Plan(waits, accumulation_steps, clip, atomic)
+    waits = waiting or atomic or limit is not None or accumulation_steps != 1
+    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic)
 
 
-def _clip(value) -> float | None:
+def _limit(value) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value <= 0:

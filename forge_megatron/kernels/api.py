@@ -23,6 +23,7 @@ from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
 from .lookups import is_lookup
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
+from .updates import measured
 
 
 @torch.no_grad()
@@ -54,10 +55,11 @@ def wgrad_step(
         _step_blocks(slot, segments, accumulator, multiplier, backend)
         return
     chosen = _checked_choice(slot, segments, accumulator, backend)
-    if chosen in WGRAD_ONLY:
-        importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
-    else:
-        _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+    with measured((slot,)):
+        if chosen in WGRAD_ONLY:
+            importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
+        else:
+            _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
 
 
 @torch.no_grad()
@@ -184,7 +186,8 @@ def step(
         if not grad.dtype.is_floating_point:
             raise TypeError(f"{slot.name}: a gradient of dtype {grad.dtype} cannot be stepped")
     check_multiplier(slots[0].name, multiplier, device)
-    _module(chosen, "step").step(slots, grads, multiplier)
+    with measured(slots):
+        _module(chosen, "step").step(slots, grads, multiplier)
 
 
 def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) -> None:

@@ -34,6 +34,8 @@ class Slot:
             multiplier; None where it is not wanted.
         name: what errors call the weight.
         noise: where the random bits are that round a bf16 weight stochastically; None: to nearest.
+        update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
+            None where it is not wanted.
         memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
             tensors were checked, which kernel takes which operands, descriptors.
     """
@@ -46,6 +48,7 @@ class Slot:
     norm_sq: Tensor | None = None
     name: str = "weight"
     noise: Noise | None = None
+    update_norm_sq: Tensor | None = None
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> list[tuple[str, Tensor]]:

@@ -46,7 +46,15 @@ def _own(tensor: Tensor, borrowed: bool) -> Tensor:
 
 
 class Factors:
-    """The pending gradient of one weight ``[O, I]``: kept pairs and, if they grow too large, an accumulator."""
+    """The pending gradient of one weight ``[O, I]``: kept pairs and, if they grow too large, an accumulator.
+
+    Attributes:
+        kept: the pairs.
+        accumulator: fp32 ``[O, I]``, what was folded; None: nothing was.
+        folded_tasks: the graph tasks that are in the accumulator.
+        waited_as: what the last gradient that waited was kept as, "factors" or "accumulator"; "": none did.
+        most_bytes: the most that it has taken so far.
+    """
 
     def __init__(self, weight: Tensor):
         self._fp32_bytes = 4 * weight.numel()
@@ -54,6 +62,8 @@ class Factors:
         self.kept: list[Kept] = []
         self.accumulator: Tensor | None = None
         self.folded_tasks: set[int] = set()
+        self.most_bytes = 0
+        self.waited_as = ""
 
     def __bool__(self) -> bool:
         """Something was delivered, be it of zero tokens."""
@@ -75,6 +85,8 @@ class Factors:
         else:
             dy = _own(dy, borrowed_dy)
         self.kept.append(Kept(dy, x, (_version(dy), x._version), task))
+        self.waited_as = "factors" if self.accumulator is None else "accumulator"
+        self.most_bytes = max(self.most_bytes, self.nbytes())
 
     def outgrown(self) -> bool:
         """The pairs take more bytes than they may beside the accumulator, or in its place."""
@@ -90,6 +102,8 @@ class Factors:
         if self.accumulator is None:
             device = self.kept[0].x.device
             self.accumulator = torch.zeros(self._shape, dtype=torch.float32, device=device)
+        self.waited_as = "accumulator"
+        self.most_bytes = max(self.most_bytes, self.nbytes())
         accumulate(self.segments, self.accumulator)
         self.folded_tasks.update(pair.task for pair in self.kept)
         self.kept.clear()
