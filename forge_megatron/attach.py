@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from forge_megatron.hidden import with_adamw
 from forge_megatron.linear import ForgeLinear
 from forge_megatron.linear.attached import Attached, fuse
 from forge_megatron.linear.ownership import reason_not_fused
@@ -18,7 +19,14 @@ from forge_megatron.vocab import embedding as vocab_embedding
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None, **options) -> ForgeOptimizer:
+def attach(
+    model: nn.Module,
+    rule: str = "adamw",
+    params: Iterable | None = None,
+    *,
+    adamw: Mapping | None = None,
+    **options,
+) -> ForgeOptimizer:
     """Makes the linear layers and embeddings of ``model`` step their weights inside backward.
 
     The model must already be on its device and in its dtype. Their weights are owned: ``.grad`` stays None.
@@ -30,6 +38,8 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
         rule: a rule's name, ``"adamw"``.
         params: parameters or groups as ``torch.optim`` takes them; default: every parameter. One that is
             frozen has no states; they are made when it is unfrozen.
+        adamw: hyperparameters, with an ``lr`` of its own, of the AdamW that steps everything but hidden
+            matrices: embeddings, the head, norms, biases. For Muon and other rules of matrices.
         options: of :class:`ForgeOptimizer`; ``lr`` is required.
 
     Returns:
@@ -44,7 +54,10 @@ def attach(model: nn.Module, rule: str = "adamw", params: Iterable | None = None
     if params is None:
         params = list(names)
     _warn_untied(model)
-    optimizer = ForgeOptimizer(_named_groups(params, names), rule, **options)
+    groups = _named_groups(params, names)
+    if adamw is not None:
+        groups = with_adamw(model, groups, adamw)
+    optimizer = ForgeOptimizer(groups, rule, **options)
     try:
         own_weights(model, optimizer)
     except Exception:

@@ -82,7 +82,7 @@ def cover(
         if not p.requires_grad:
             how = "frozen"
         elif fused:
-            how = "fused"
+            how = _HOW[owned[p].slot.rule.regime] if owned[p].slot is not None else "fused"
         elif p in owned:
             how = "read without calling its module: stepped from .grad"
         else:
@@ -90,6 +90,15 @@ def cover(
         waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ()
         rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited))
     return Coverage(rows)
+
+
+#: How an owned weight is stepped, by the regime of its rule. A projection approximates the gradient.
+_HOW = {
+    "fused": "fused",
+    "split": "fused, then the weight from its whole matrix",
+    "deferred": "in backward, from one layer's gradient",
+    "projected": "in backward, from an approximate low-rank projection of its gradient",
+}
 
 
 def _waiting(row: Row) -> str:

@@ -78,6 +78,7 @@ class Parameters:
         """Makes the slot of a parameter whose states exist now."""
         state, rule = self._state[p], self._rule(p)
         states = tuple(state[name] for name in rule.states)
+        statistics = tuple(state[name] for name in rule.statistics(self._groups[self._group_of[p]], p.shape))
         scalars, norm = self._rows[p]
         self.slots[p] = Slot(
             rule,
@@ -89,6 +90,8 @@ class Parameters:
             self.labels[p],
             self._random.of(p),
             self._update_norms_sq.get(p),
+            statistics,
+            state["step"],
         )
 
     def without_states(self) -> list[Tensor]:
@@ -139,7 +142,7 @@ class Parameters:
         return [tuple(_plain(group[name]) for name in ("lr", *family.defaults)) for family, group in pairs]
 
     def _write(self) -> None:
-        self._expect_same_states()
+        self._follow_options()
         self._written = self._hyperparameters()
         self._after.clear()
         rows: dict[tuple, tuple[float, ...]] = {}
@@ -161,20 +164,36 @@ class Parameters:
             scalars.copy_(torch.tensor(table, dtype=torch.float32), non_blocking=True)
         self._random.write(steps)
 
-    def _expect_same_states(self) -> None:
-        """Raises if something was changed in a group that decides which states there are."""
+    def _follow_options(self) -> None:
+        """Takes the rules' variants of now; raises if a group needs other states than there are."""
         for group, made in zip(self._groups, self._formats, strict=True):
             if _formats(group) != made:
                 raise RuntimeError(
                     f"{self.labels[group['params'][0]]}: its group now says {_formats(group)}, and its states were "
                     f"made for {made}; attach with these formats"
                 )
-        for family, rule, group in zip(self._families, self._rules, self._groups, strict=True):
+        for index, (family, rule, group) in enumerate(zip(self._families, self._rules, self._groups, strict=True)):
             needed = family.variant(group)
-            if needed is not rule and group["params"]:
+            if needed is rule or not group["params"]:
+                continue
+            if not needed.has_states_of(rule):
                 raise RuntimeError(
                     f"{self.labels[group['params'][0]]}: the hyperparameters of its group now need the states "
                     f"{_listed(needed)}, and it has {_listed(rule)}; attach with these hyperparameters"
+                )
+            slotted = [p for p in group["params"] if p in self.slots]
+            for p in slotted:
+                self._expect_same_statistics(p, needed, group)
+            self._rules[index] = needed
+            for p in slotted:
+                self.slots[p].rule = needed
+
+    def _expect_same_statistics(self, p: Tensor, rule: Rule, group: dict) -> None:
+        for (name, shape), old in zip(rule.statistics(group, p.shape).items(), self.slots[p].statistics, strict=True):
+            if tuple(old.shape) != shape:
+                raise RuntimeError(
+                    f"{self.labels[p]}: the hyperparameters of its group now need {name} of {list(shape)}, and it is "
+                    f"{list(old.shape)}; attach with these hyperparameters"
                 )
 
     def advance_running(self) -> None:

@@ -48,16 +48,21 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
 
     Raises:
         TypeError: a dtype that weights cannot have, naming ``label``.
+        ValueError: a shape that the rule cannot step.
     """
-    try:
-        state_format, store = resolve_group(p.dtype, group, formats)
-    except TypeError as error:
-        raise TypeError(f"{label}: {error}") from None
     rule = rule_of(group, default).variant(group)
+    try:
+        if rule.fits is not None:
+            rule.fits(group, p.shape)
+        state_format, store = resolve_group(p.dtype, group, formats)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{label}: {error}") from None
     state = {"step": torch.zeros((), dtype=torch.float32)}
     state.update((name, torch.tensor(value, dtype=torch.float32)) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
     state.update((name, state_format.allocate(p, initial.get(name, 0.0))) for name in rule.states)
+    shapes = rule.statistics(group, p.shape)
+    state.update((name, torch.zeros(shape, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
 
@@ -136,7 +141,7 @@ def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by
     merged = {**group, **loaded}
     family.check_group(merged)
     rule, needed = family.variant(group), family.variant(merged)
-    if needed is not rule:
+    if not needed.has_states_of(rule):
         raise ValueError(
             f"the checkpoint's hyperparameters need the states {', '.join(needed.states) or 'none'}, and the "
             f"optimizer has {', '.join(rule.states) or 'none'}; attach with the checkpoint's hyperparameters"

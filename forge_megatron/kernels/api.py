@@ -11,14 +11,13 @@ Nothing here records autograd history, bumps a version counter or synchronises w
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from .backend import WGRAD_ONLY, resolve_backend
+from . import fused, regimes
+from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
 from .lookups import is_lookup
@@ -56,10 +55,10 @@ def wgrad_step(
         return
     chosen = _checked_choice(slot, segments, accumulator, backend)
     with measured((slot,)):
-        if chosen in WGRAD_ONLY:
-            importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
+        if chosen is None:
+            regimes.wgrad_step(slot, segments, accumulator, multiplier, backend)
         else:
-            _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+            fused.launch(chosen, slot, segments, accumulator, multiplier)
 
 
 @torch.no_grad()
@@ -81,7 +80,7 @@ def wgrad_norm_sq(
     Raises:
         TypeError, ValueError: operands that do not fit; ``out`` has not changed then.
     """
-    chosen = resolve_backend(out.device, backend)
+    resolve_backend(out.device, backend)
     if out.dim() != 0 or out.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; give a 0-dim fp32 or fp64 tensor")
     shape = _gradient_shape(segments, accumulator, shape)
@@ -96,7 +95,7 @@ def wgrad_norm_sq(
     check_segments("wgrad_norm_sq", segments, shape, out.device)
     if accumulator is not None:
         check_accumulator("wgrad_norm_sq", accumulator, shape, out.device)
-    _module(chosen, "wgrad").wgrad_norm_sq(segments, out, accumulator, shape)
+    fused.wgrad_norm_sq(segments, out, accumulator, shape, backend)
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
     Raises:
         TypeError, ValueError: operands that do not fit; ``accumulator`` has not changed then.
     """
-    chosen = resolve_backend(accumulator.device, backend)
+    resolve_backend(accumulator.device, backend)
     check_accumulator("wgrad_accumulate", accumulator, accumulator.shape, accumulator.device)
     if accumulator.dim() != 2:
         raise ValueError(f"the accumulator is {list(accumulator.shape)}; it must be [O, I]")
@@ -116,7 +115,7 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
         return
     check_segments("wgrad_accumulate", segments, accumulator.shape, accumulator.device)
     if segments:
-        _module(chosen, "wgrad").wgrad_write(segments, accumulator, accumulator)
+        fused.wgrad_write(segments, accumulator, accumulator, backend)
 
 
 @torch.no_grad()
@@ -133,7 +132,7 @@ def wgrad(
     Raises:
         TypeError, ValueError: operands that do not fit; ``out`` has not changed then.
     """
-    chosen = resolve_backend(out.device, backend)
+    resolve_backend(out.device, backend)
     check_accumulator("wgrad: out", out, out.shape, out.device)
     if out.dim() != 2:
         raise ValueError(f"out is {list(out.shape)}; it must be [O, I]")
@@ -144,10 +143,7 @@ def wgrad(
     check_segments("wgrad", segments, out.shape, out.device)
     if accumulator is not None:
         check_accumulator("wgrad", accumulator, out.shape, out.device)
-    if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
-        importlib.import_module(".cublas_wgrad", __package__).wgrad_write(segments, out)
-    else:
-        _module(chosen, "wgrad").wgrad_write(segments, out, accumulator)
+    fused.wgrad_write(segments, out, accumulator, backend)
 
 
 @torch.no_grad()
@@ -175,7 +171,7 @@ def step(
     if not slots:
         return
     device = slots[0].weight.device
-    chosen = resolve_backend(device, backend)
+    resolve_backend(device, backend)
     for slot, grad in zip(slots, grads, strict=True):
         check_slot(slot)
         if grad.shape != slot.weight.shape or {grad.device, slot.weight.device} != {device}:
@@ -187,7 +183,7 @@ def step(
             raise TypeError(f"{slot.name}: a gradient of dtype {grad.dtype} cannot be stepped")
     check_multiplier(slots[0].name, multiplier, device)
     with measured(slots):
-        _module(chosen, "step").step(slots, grads, multiplier)
+        regimes.step(slots, grads, multiplier, backend)
 
 
 def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) -> None:
@@ -219,8 +215,11 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
 REMEMBERED = 64
 
 
-def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:
-    """The kernel for these operands; they are checked where a slot has not met their layout before."""
+def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str | None:
+    """The kernel for these operands; they are checked where a slot has not met their layout before.
+
+    None for a rule in stages, each of which has a choice of its own.
+    """
     operands = tuple(layout(tensor) for segment in segments for tensor in segment)
     key = (operands, None if accumulator is None else layout(accumulator), backend)
     if key in slot.memo:
@@ -234,17 +233,8 @@ def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor
         check_accumulator(slot.name, accumulator, weight.shape, weight.device)
     if len(slot.memo) >= REMEMBERED:
         slot.memo.clear()
-    slot.memo[key] = choose_for(slot, segments, accumulator, backend)
+    slot.memo[key] = choose_for(slot, segments, accumulator, backend) if slot.rule.stages is None else None
     return slot.memo[key]
-
-
-def _one_gemm(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None) -> bool:
-    """Whether one call of cuBLAS gives ``G`` with one rounding."""
-    if accumulator is not None or len(segments) != 1 or not out.is_contiguous() or not out.is_cuda:
-        return False
-    dy, x = segments[0]
-    half = dy.dtype in (torch.bfloat16, torch.float16) and dy.dtype is x.dtype
-    return half and bool(dy.shape[0]) and out.dtype in (dy.dtype, torch.float32)
 
 
 def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size | None) -> torch.Size:
@@ -256,9 +246,3 @@ def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, sha
     if segments and shape is None:
         raise ValueError("wgrad_norm_sq: ids do not tell how many rows the weight has; give its shape")
     return torch.Size((0, 0)) if shape is None else shape
-
-
-def _module(backend: str, part: str) -> ModuleType:
-    # Triton is imported by its first use: importing this package must not need it.
-    name = "reference" if backend == "reference" else f"triton_{part}"
-    return importlib.import_module(f".{name}", __package__)

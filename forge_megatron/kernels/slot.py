@@ -36,6 +36,8 @@ class Slot:
         noise: where the random bits are that round a bf16 weight stochastically; None: to nearest.
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
+        statistics: fp32 states of a rule with stages that are not weight-shaped, in the rule's order.
+        step: count of updates so far, 0-dim fp32 on the CPU; read by projected rules alone.
         memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
             tensors were checked, which kernel takes which operands, descriptors.
     """
@@ -49,6 +51,8 @@ class Slot:
     name: str = "weight"
     noise: Noise | None = None
     update_norm_sq: Tensor | None = None
+    statistics: tuple[Tensor, ...] = ()
+    step: Tensor | None = None
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> list[tuple[str, Tensor]]:

@@ -7,9 +7,16 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .stages import Stages
 
 #: Packages beside this file whose modules each hold one rule, named as the module.
-REGIMES = ("fused",)
+REGIMES = ("fused", "split", "deferred", "projected")
 
 _registry: dict[str, Rule] = {}
 
@@ -29,9 +36,12 @@ class Rule:
             ``update`` reads as ``h``.
         update: ``(g, w, states, h) -> (w, states)`` on fp32 tiles of any shape. ``tl`` is its only
             global name, rebound per backend by :func:`forge_megatron.rules.bind`. It may ask for
-            ``len(states)`` and ``len(h)``, which a compiler knows, to serve all variants.
+            ``len(states)`` and ``len(h)``, which a compiler knows, to serve all variants. None for
+            a rule that has stages.
         regime: ``"fused"``: state and weight update both read only their own coordinate, so the
-            whole rule runs on a tile of the gradient (FORGE, definitions 1 and 2).
+            whole rule runs on a tile of the gradient (FORGE, definitions 1 and 2). ``"split"``: the
+            weight update reads a whole matrix of new states. ``"deferred"``: the state update reads
+            a statistic of one layer's gradient. ``"projected"``: it reads a projection of it.
         check: ``(rule, param_group) -> None``, beyond what :meth:`check_group` does for every rule;
             raises ``ValueError`` that names the hyperparameter, its value and the way out.
         states_for: ``(param_group) -> states`` where hyperparameters switch states on and off.
@@ -41,14 +51,21 @@ class Rule:
         advance: ``(param_group, step, *running) -> running`` after the update ``step``.
         counts_steps: ``torch.optim`` keeps ``step``; where it does not, a state that it saved is that
             of a parameter which was stepped, and of the count nothing else is read.
+        fits: ``(param_group, shape) -> None``; raises ``ValueError`` where the rule cannot step a
+            parameter of this shape, with the way out.
+        stages_for: ``(param_group) -> Stages`` of a rule that is not fused; equal where the options
+            are, so that parameters stepped alike share launches.
+        statistics_for: ``(param_group, shape) -> {name: shape}`` of the states that are not
+            weight-shaped, by the names of ``torch.optim`` or the authors; fp32 in every format.
         n_scalars: length of what ``scalars`` returns; worked out, not given.
+        stages: of a variant; worked out, not given.
     """
 
     name: str
     states: tuple[str, ...]
     defaults: Mapping[str, object]
     scalars: Callable[..., tuple[float, ...]]
-    update: Callable
+    update: Callable | None = None
     regime: str = "fused"
     check: Callable[[Rule, Mapping], None] | None = None
     states_for: Callable[[Mapping], tuple[str, ...]] | None = None
@@ -56,27 +73,40 @@ class Rule:
     running: Mapping[str, float] = field(default_factory=dict)
     advance: Callable[..., tuple[float, ...]] | None = None
     counts_steps: bool = True
+    fits: Callable[[Mapping, torch.Size], None] | None = None
+    stages_for: Callable[[Mapping], Stages] | None = None
+    statistics_for: Callable[[Mapping, torch.Size], Mapping[str, tuple[int, ...]]] | None = None
     n_scalars: int = -1
+    stages: Stages | None = None
     _variants: dict[tuple, Rule] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         if self.n_scalars < 0:
             object.__setattr__(self, "n_scalars", self._count({**self.defaults, "lr": 1.0}))
-        self._variants[self.states, self.n_scalars] = self
+        self._variants[self.states, self.n_scalars, self.stages] = self
 
     def _count(self, group: Mapping) -> int:
         return len(self.scalars(group, 1, *self.running.values()))
 
     def variant(self, group: Mapping) -> Rule:
-        """Return the rule with the states and scalars that it has with a group's hyperparameters.
+        """Return the rule with the states, scalars and stages that it has with a group's hyperparameters.
 
         One object for each set of them, so that parameters stepped alike share a launch.
         """
         states = self.states if self.states_for is None else self.states_for(group)
-        count = self._count(group)
-        if (states, count) not in self._variants:
-            self._variants[states, count] = replace(self, states=states, n_scalars=count)
-        return self._variants[states, count]
+        stages = None if self.stages_for is None else self.stages_for(group)
+        key = states, self._count(group), stages
+        if key not in self._variants:
+            self._variants[key] = replace(self, states=states, n_scalars=key[1], stages=stages)
+        return self._variants[key]
+
+    def has_states_of(self, other: Rule) -> bool:
+        """Whether a parameter that ``other``, a variant, has stepped can be stepped by this one."""
+        return (self.states, self.n_scalars) == (other.states, other.n_scalars)
+
+    def statistics(self, group: Mapping, shape: torch.Size) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the states that are not weight-shaped, by name."""
+        return {} if self.statistics_for is None else self.statistics_for(group, shape)
 
     def resolve(self, hyperparameters: Mapping[str, object]) -> dict[str, object]:
         """Return ``defaults`` overridden by ``hyperparameters``, checked.
@@ -100,7 +130,7 @@ class Rule:
     def check_group(self, group: Mapping) -> None:
         """Raise ``ValueError`` that names a hyperparameter of ``group`` with a value out of its range."""
         for name in ("lr", "eps", "weight_decay"):
-            if name == "lr" or name in self.defaults:
+            if name == "lr" or isinstance(self.defaults.get(name), Real):
                 self.require(group, name, 0.0)
         if "betas" in self.defaults:
             count = len(self.defaults["betas"])

@@ -1,0 +1,66 @@
+"""The operations of fused rules, each on one backend, on operands that were checked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .backend import WGRAD_ONLY, resolve_backend
+from .choice import choose_for
+from .slot import Segment, Slot
+
+
+def wgrad_step(
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> None:
+    """Form the gradient tile by tile and step each tile where it was formed."""
+    launch(choose_for(slot, segments, accumulator, backend), slot, segments, accumulator, multiplier)
+
+
+def launch(
+    chosen: str, slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None
+) -> None:
+    """As :func:`wgrad_step`, by the kernel of this name."""
+    if chosen in WGRAD_ONLY:
+        importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
+    else:
+        _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+
+
+def wgrad_norm_sq(
+    segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, shape: torch.Size, backend: str
+) -> None:
+    """Write the sum of squares of a gradient of ``shape`` to ``out``."""
+    _module(resolve_backend(out.device, backend), "wgrad").wgrad_norm_sq(segments, out, accumulator, shape)
+
+
+def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:
+    """Write the gradient to ``out``, which may be ``accumulator``."""
+    if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
+        importlib.import_module(".cublas_wgrad", __package__).wgrad_write(segments, out)
+    else:
+        _module(resolve_backend(out.device, backend), "wgrad").wgrad_write(segments, out, accumulator)
+
+
+def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
+    """Step weights of one device from gradients that are in memory."""
+    _module(resolve_backend(slots[0].weight.device, backend), "step").step(slots, grads, multiplier)
+
+
+def _module(backend: str, part: str) -> ModuleType:
+    # Triton is imported by its first use: importing this package must not need it.
+    name = "reference" if backend == "reference" else f"triton_{part}"
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _one_gemm(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None) -> bool:
+    """Whether one call of cuBLAS gives ``G`` with one rounding."""
+    if accumulator is not None or len(segments) != 1 or not out.is_contiguous() or not out.is_cuda:
+        return False
+    dy, x = segments[0]
+    half = dy.dtype in (torch.bfloat16, torch.float16) and dy.dtype is x.dtype
+    return half and bool(dy.shape[0]) and out.dtype in (dy.dtype, torch.float32)

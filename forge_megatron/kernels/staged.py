@@ -1,0 +1,105 @@
+"""Steps of rules in stages: epilogue into a scratch, matrix stage on it, apply to the weight.
+
+A scratch lives for one call and holds one layer, or several small ones of no more elements than
+``STACK_ELEMENTS`` together: the caching allocator gives its memory to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats import state_format_of
+from ..rules import Stage
+from . import fused
+from .slot import Segment, Slot
+
+#: Elements up to which the scratches of several weights exist at once, so that they share launches.
+STACK_ELEMENTS = 1 << 24
+
+
+def wgrad_step(
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> None:
+    """Step one matrix from its gradient's factors."""
+    stack = _scratch([slot])
+    fused.wgrad_step(_epilogue(slot, stack[0]), segments, accumulator, multiplier, backend)
+    _finish([slot], stack, backend)
+
+
+def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
+    """Step weights of one device from gradients that are in memory."""
+    for indices in _batches(slots):
+        batch = [slots[index] for index in indices]
+        stack = _scratch(batch)
+        epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
+        fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
+        _finish(batch, stack, backend)
+
+
+def _scratch(batch: Sequence[Slot]) -> Tensor:
+    """The epilogue leaves a coordinate alone whose gradient is not finite: it stays NaN."""
+    weight = batch[0].weight
+    return torch.full((len(batch), *weight.shape), math.nan, dtype=torch.float32, device=weight.device)
+
+
+def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
+    if stack.numel():
+        fused.step(list(map(_applied, batch)), _directions(batch, stack), None, backend)
+
+
+def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:
+    """Indices of weights of one rule and shape, so that their scratches are one tensor."""
+    alike: dict[tuple, list[int]] = {}
+    for index, slot in enumerate(slots):
+        alike.setdefault((slot.rule, slot.weight.shape), []).append(index)
+    for (_, shape), indices in alike.items():
+        size = max(1, STACK_ELEMENTS // max(1, shape.numel()))
+        yield from (indices[start : start + size] for start in range(0, len(indices), size))
+
+
+def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
+    stages = batch[0].rule.stages
+    if stages.transform is None:
+        return [_direct(slot, u) for slot, u in zip(batch, stack, strict=True)]
+    # A single matrix takes the kernels of a single matrix, whose sums have torch.optim's order.
+    return [stages.transform(stack[0])] if len(batch) == 1 else list(stages.transform(stack))
+
+
+def _direct(slot: Slot, u: Tensor) -> Tensor:
+    stages = slot.rule.stages
+    weight = slot.weight if slot.master is None else slot.master
+    states = tuple(state_format_of(state).decode(state) for state in _states(slot, stages.epilogue))
+    return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind())
+
+
+def _epilogue(slot: Slot, scratch: Tensor) -> Slot:
+    stage = slot.rule.stages.epilogue
+    scalars = slot.scalars[: stage.n_scalars]
+    return replace(
+        slot,
+        rule=stage,
+        weight=scratch,
+        states=_states(slot, stage),
+        scalars=scalars,
+        master=None,
+        noise=None,
+        update_norm_sq=None,
+        statistics=(),
+    )
+
+
+def _applied(slot: Slot) -> Slot:
+    stage = slot.rule.stages.apply
+    scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
+    return replace(
+        slot, rule=stage, states=_states(slot, stage), scalars=scalars, norm_sq=None, update_norm_sq=None, statistics=()
+    )
+
+
+def _states(slot: Slot, stage: Stage) -> tuple[Tensor, ...]:
+    return tuple(slot.states[slot.rule.states.index(name)] for name in stage.states)

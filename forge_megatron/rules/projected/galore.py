@@ -1,0 +1,57 @@
+"""GaLore: Zhao et al., Memory-Efficient LLM Training by Gradient Low-Rank Projection, arXiv:2403.03507, algorithm 2.
+
+``R = G V^T`` with the ``rank`` leading right singular vectors of the G of a refresh (``U^T G`` with the left ones
+where ``O < I``), Adam's direction ``N`` of R, ``w <- (w - lr scale N V) (1 - lr weight_decay)``. Bias
+correction is in the step size, ``eps`` after the uncorrected root and the decay last, as in the authors' package.
+Vectors are stepped by the same Adam without a projection; the package leaves the choice of the matrices that are
+projected to param groups, and so does this: embeddings and the head belong in one with ``rule="adamw"``.
+
+The gradient never exists: R is one product of factors, ``dY^T (X V^T)``, and ``N V`` is formed tile by tile by the
+fused kernel, whose epilogue steps the weight. The projection comes from the factors too, by a randomised range
+finder: **an approximation** of the authors' SVD. ``proj="svd"`` is theirs, and forms one layer's G at a refresh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from .. import projection as shared
+from ..projection import Projection
+from ..rule import Rule, register
+
+BASES = ("range_finder", "svd")
+
+
+@functools.cache
+def options(rank: int, gap: int, basis: str, scale: float) -> Projection:
+    return Projection(rank, gap, basis, scale)
+
+
+def projection_for(group: Mapping) -> Projection:
+    return options(group["rank"], group["update_proj_gap"], group["proj"], float(group["scale"]))
+
+
+register(
+    Rule(
+        name="galore",
+        regime="projected",
+        states=(),
+        statistics_for=lambda group, shape: shared.statistics_for(projection_for(group), shape),
+        defaults={
+            "rank": 128,
+            "update_proj_gap": 200,
+            "scale": 0.25,
+            "proj": "range_finder",
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "weight_decay": 0.0,
+            "correct_bias": True,
+            "maximize": False,
+        },
+        scalars=shared.scalars,
+        check=lambda rule, group: shared.check(rule, group, BASES),
+        fits=lambda group, shape: shared.fits("galore", shape),
+        stages_for=lambda group: shared.stages(projection_for(group)),
+    )
+)

@@ -1,0 +1,100 @@
+"""What low-rank rules share: Adam on the projected gradient, and the options that say how it is projected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .rule import Rule
+from .stages import STORE_GRADIENT, Stage, Stages, settle, sign_of
+
+#: Two moments and the projection.
+STATISTICS = ("exp_avg", "exp_avg_sq", "projection")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How a matrix ``[O, I]`` is stepped from ``R = G V^T`` (``V [r, I]``, ``O >= I``) or ``R = U^T G`` (``U [O, r]``).
+
+    Attributes:
+        rank: ``r``, at most the smaller extent.
+        gap: updates from one refresh of the projection to the next.
+        basis: ``"range_finder"``: the leading singular vectors of G, found from its factors by a randomised range
+            finder, which is an approximation; ``"svd"``: exact, for which one layer's G is formed at a refresh;
+            ``"random"``: Gaussian, of variance ``1 / r``.
+        scale: of the update.
+        scaling: None: the update is Adam's direction, projected back. ``"channel"``: it is G, with each row
+            (``O >= I``) or column scaled by ``|N| / |R|`` of that row or column, ``N`` Adam's direction;
+            ``"tensor"``: with one such factor. Its norm may grow by at most 1.01 a step.
+    """
+
+    rank: int
+    gap: int
+    basis: str
+    scale: float
+    scaling: str | None = None
+
+    def is_right(self, shape: torch.Size) -> bool:
+        return shape[0] >= shape[1]
+
+    def shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        rows, columns = shape
+        rank = min(self.rank, rows, columns)
+        low = (rows, rank) if self.is_right(shape) else (rank, columns)
+        basis = (rank, columns) if self.is_right(shape) else (rows, rank)
+        shapes = dict(zip(STATISTICS, (low, low, basis), strict=True))
+        return shapes if self.scaling is None else {**shapes, "scaled_grad": ()}
+
+
+def scalars(group: Mapping, step: int) -> tuple[float, ...]:
+    lr = float(group["lr"])
+    beta1, beta2 = map(float, group["betas"])
+    step_size = lr * (1.0 - beta2**step) ** 0.5 / (1.0 - beta1**step) if group["correct_bias"] else lr
+    own = (1.0 - beta1, beta2, 1.0 - beta2, float(group["eps"]), sign_of(group))
+    return (*own, step_size, 1.0 - lr * float(group["weight_decay"]))
+
+
+def adam(r: Tensor, moments: tuple[Tensor, Tensor], h: tuple[Tensor, ...]) -> Tensor:
+    """Updates ``moments`` in place and returns ``m / (sqrt(v) + eps)``; NaN everywhere if ``r`` is not finite."""
+    weight1, beta2, weight2, eps, sign = h[:5]
+    exp_avg = torch.lerp(moments[0], r * sign, weight1)
+    exp_avg_sq = torch.addcmul(moments[1] * beta2, r * weight2, r)
+    poison = settle(moments, (exp_avg, exp_avg_sq), exp_avg_sq.sum())
+    return exp_avg.div_(exp_avg_sq.sqrt_().add_(eps)).mul_(poison)
+
+
+def step_then_decay(u, w, states, h):
+    step_size, decay = h
+    return (w - step_size * u) * decay, states
+
+
+def direct(u, w, states, statistics, h):
+    return adam(u, statistics, h)
+
+
+def stages(projection: Projection) -> Stages:
+    """Of a rule that projects matrices; vectors are not projected."""
+    return Stages(STORE_GRADIENT, Stage("adam", (), 2, step_then_decay), direct=direct, projection=projection)
+
+
+def statistics_for(projection: Projection, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+    return projection.shapes(shape) if len(shape) == 2 else dict.fromkeys(STATISTICS[:2], tuple(shape))
+
+
+def check(rule: Rule, group: Mapping, bases: tuple[str, ...]) -> None:
+    for key in ("rank", "update_proj_gap"):
+        if not isinstance(group[key], int) or group[key] < 1:
+            raise ValueError(f"{rule.name}: {key}={group[key]!r} is refused: give a whole number of at least 1")
+    rule.require(group, "scale", 0.0)
+    if group["proj"] not in bases:
+        raise ValueError(f"{rule.name}: proj={group['proj']!r} is refused: use one of {', '.join(bases)}")
+
+
+def fits(name: str, shape: torch.Size) -> None:
+    if len(shape) > 2:
+        raise ValueError(
+            f'{name} projects matrices, and this is {list(shape)}; give it a group with rule="adamw" and its own lr'
+        )

@@ -1,0 +1,60 @@
+"""LAMB: You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.
+
+``r = m_hat / (sqrt(v_hat) + eps)``, ``u = r + weight_decay w``, ``w <- w - lr (|w| / |u|) u``, with the norms
+of the whole tensor and the ratio 1 where one of them is 0. Weight decay is inside ``u``: it is neither added
+to the gradient nor independent of the ratio. ``bias_correction=False`` leaves ``m`` and ``v`` as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..bind import torch_language as tl
+from ..rule import Rule, register
+from ..stages import STEP_DECAYED, Stage, Stages, norm, sign_of
+
+
+def scalars(group: Mapping, step: int) -> tuple[float, ...]:
+    beta1, beta2 = map(float, group["betas"])
+    correction1, correction2 = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    epilogue = (1.0 - beta1, beta2, 1.0 - beta2, correction1, correction2**0.5, float(group["eps"]), sign_of(group))
+    return (*epilogue, float(group["weight_decay"]), 1.0, float(group["lr"]))
+
+
+def update(g, w, states, h):
+    exp_avg, exp_avg_sq = states
+    weight1, beta2, weight2, correction1, correction2_sqrt, eps, sign = h
+    g = g * sign
+    exp_avg = tl.fma(g - exp_avg, weight1, exp_avg)
+    exp_avg_sq = tl.fma(g * weight2, g, exp_avg_sq * beta2)
+    return exp_avg / correction1 / (tl.sqrt(exp_avg_sq) / correction2_sqrt + eps), (exp_avg, exp_avg_sq)
+
+
+def direct(u, w, states, statistics, h):
+    u = torch.addcmul(u, w.float(), h[7])
+    weight_norm, norm_of_u = norm(w), norm(u)
+    # Asked this way round, a NaN in u reaches the ratio, and so every coordinate.
+    either_is_zero = (weight_norm == 0) | (norm_of_u == 0)
+    return u.mul_(torch.where(either_is_zero, 1.0, weight_norm / norm_of_u))
+
+
+STAGES = Stages(Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update), STEP_DECAYED, direct=direct)
+
+register(
+    Rule(
+        name="lamb",
+        regime="split",
+        states=("exp_avg", "exp_avg_sq"),
+        defaults={
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "weight_decay": 0.01,
+            "bias_correction": True,
+            "maximize": False,
+        },
+        scalars=scalars,
+        stages_for=lambda group: STAGES,
+    )
+)

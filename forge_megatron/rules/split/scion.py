@@ -1,0 +1,115 @@
+"""Scion: Pethick et al., Training Deep Learning Models with Norm-Constrained LMOs, arXiv:2502.07529.
+
+``d <- (1 - momentum) d + momentum G``: ``momentum`` is the share of the *new* gradient, the paper's alpha.
+Then ``w <- w - lr scale o``, ``o`` the direction of steepest descent in a norm (algorithm 1, unconstrained),
+or with ``constraint=True`` ``w <- (1 - lr) w - lr scale o`` (algorithm 2), which keeps the weight within
+``scale`` of 0 in that norm. ``weight_decay`` is decoupled: ``w <- (1 - lr weight_decay) w`` first, for the
+unconstrained form alone.
+
+``norm_type``, of an ``[O, I]`` matrix (table 2):
+
+* ``"spectral"``: ``sqrt(O / I) NewtonSchulz(d)``; a convolution's kernel is flattened to ``[O, I k]`` and
+  scaled by ``sqrt(O / I) / k``
+* ``"sign"``: ``sign(d) / I``, for the head and for embeddings that it is tied to
+* ``"rms"``: ``d / rms(d)``, for vectors
+* ``"auto"``: spectral, and rms for vectors
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..bind import torch_language as tl
+from ..newton_schulz import COEFFICIENTS, newton_schulz
+from ..rule import Rule, register
+from ..stages import STEP_DECAYED, Stage, Stages, rms, sign_of
+
+NORMS = ("auto", "spectral", "sign", "rms")
+
+
+def check(rule: Rule, group: Mapping) -> None:
+    if not 0.0 < float(group["momentum"]) <= 1.0:
+        raise ValueError(
+            f"scion: momentum={group['momentum']!r} is refused: it is the share of the new gradient, above 0 and at "
+            "most 1 (0.1 is what others call momentum 0.9)"
+        )
+    if not 0.0 < float(group["scale"]) < math.inf:
+        raise ValueError(f"scion: scale={group['scale']!r} is refused: give a number above 0")
+    if group["norm_type"] not in NORMS:
+        raise ValueError(f"scion: norm_type={group['norm_type']!r} is refused: use one of {', '.join(NORMS)}")
+    if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"scion: ns_steps={group['ns_steps']!r} is refused: give a whole number from 0 to 99")
+    if group["constraint"]:
+        rule.require(group, "lr", 0.0, 1.0)
+        if group["weight_decay"]:
+            raise ValueError(
+                f"scion: weight_decay={group['weight_decay']!r} with constraint=True is refused: the constraint decays "
+                "by lr; leave weight_decay at 0"
+            )
+
+
+def fits(group: Mapping, shape: torch.Size) -> None:
+    if group["norm_type"] in ("spectral", "sign") and len(shape) < 2:
+        raise ValueError(
+            f'scion: norm_type={group["norm_type"]!r} is of matrices, and this is {list(shape)}; use "auto" or "rms"'
+        )
+
+
+def scalars(group: Mapping, step: int) -> tuple[float, ...]:
+    lr = float(group["lr"])
+    decay = 1.0 - lr if group["constraint"] else 1.0 - lr * float(group["weight_decay"])
+    return (float(group["momentum"]), sign_of(group), decay, lr * float(group["scale"]))
+
+
+def update(g, w, states, h):
+    share, sign = h
+    d = tl.fma(g * sign - states[0], share, states[0])
+    return d, (d,)
+
+
+def steepest(u: Tensor, norm_type: str, steps: int) -> Tensor:
+    """The linear minimisation oracle's direction for ``u``, with the sign of ``u``."""
+    vector = u.dim() < 2
+    if norm_type == "rms" or (norm_type == "auto" and vector):
+        return u.div_(rms(u) + 1e-8)
+    if norm_type == "sign":
+        return u.sign_().div_(u.shape[1])
+    rows, columns = u.shape[:2]
+    factor = newton_schulz(u.flatten(1), steps, COEFFICIENTS, 1e-7)
+    return u.copy_(factor.reshape(u.shape)).mul_(math.sqrt(rows / columns) / math.prod(u.shape[2:]))
+
+
+@functools.cache
+def stages(norm_type: str, steps: int) -> Stages:
+    def direct(u, w, states, statistics, h):
+        return steepest(u, norm_type, steps)
+
+    return Stages(Stage("scion", ("d",), 2, update), STEP_DECAYED, direct=direct)
+
+
+register(
+    Rule(
+        name="scion",
+        regime="split",
+        states=("d",),
+        defaults={
+            "momentum": 0.1,
+            "constraint": False,
+            "norm_type": "auto",
+            "scale": 1.0,
+            "weight_decay": 0.0,
+            "ns_steps": 5,
+            "maximize": False,
+        },
+        scalars=scalars,
+        check=check,
+        fits=fits,
+        stages_for=lambda group: stages(group["norm_type"], group["ns_steps"]),
+        counts_steps=False,
+    )
+)
