@@ -69,17 +69,19 @@ class Pending:
             for slot in slots:
                 torch.autograd.graph.increment_version(slot.weight)
                 counts.append(states[slot.weight]["step"].add_(1))
-        for owned in self.waiting:
-            kernels.wgrad_step(
-                _slot(owned.slot, with_norms),
-                owned.factors.segments,
-                accumulator=_summed_before(owned),
-                multiplier=_on(self._of(owned.weight, multiplier), owned.weight.device),
+        for indices in kernels.stacks([owned.slot for owned in self.waiting]):
+            stack = [self.waiting[index] for index in indices]
+            kernels.wgrad_steps(
+                [_slot(owned.slot, with_norms) for owned in stack],
+                [owned.factors.segments for owned in stack],
+                accumulators=[_summed_before(owned) for owned in stack],
+                multipliers=[_on(self._of(owned.weight, multiplier), owned.weight.device) for owned in stack],
                 backend=self.backend,
             )
-            owned.mark_updated()
-            owned.factors.clear()
-            counts.append(states[owned.weight]["step"].add_(1))
+            for owned in stack:
+                owned.mark_updated()
+                owned.factors.clear()
+                counts.append(states[owned.weight]["step"].add_(1))
         return counts
 
     def _of(self, weight: Tensor, multiplier: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import fused, regimes
+from . import fused, regimes, staged
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
@@ -59,6 +59,32 @@ def wgrad_step(
             regimes.wgrad_step(slot, segments, accumulator, multiplier, backend)
         else:
             fused.launch(chosen, slot, segments, accumulator, multiplier)
+
+
+@torch.no_grad()
+def wgrad_steps(
+    slots: Sequence[Slot],
+    segments: Sequence[Sequence[Segment]],
+    *,
+    accumulators: Sequence[Tensor | None],
+    multipliers: Sequence[Tensor | None],
+    backend: str = "auto",
+) -> None:
+    """:func:`wgrad_step` of several weights, one of :func:`stacks`, of which each argument has one for each.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit, named; nothing has changed then.
+    """
+    if len(slots) == 1 or any(map(is_blocked, segments)):
+        for slot, factors, accumulator, multiplier in zip(slots, segments, accumulators, multipliers, strict=True):
+            wgrad_step(slot, factors, accumulator=accumulator, multiplier=multiplier, backend=backend)
+        return
+    for slot, factors, accumulator, multiplier in zip(slots, segments, accumulators, multipliers, strict=True):
+        check_slot(slot)
+        check_multiplier(slot.name, multiplier, slot.weight.device)
+        _checked_choice(slot, factors, accumulator, backend)
+    with measured(slots):
+        staged.wgrad_steps(slots, segments, accumulators, multipliers, backend)
 
 
 @torch.no_grad()

@@ -26,9 +26,21 @@ def wgrad_step(
     slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
 ) -> None:
     """Step one matrix from its gradient's factors."""
-    stack = _scratch([slot])
-    fused.wgrad_step(_epilogue(slot, stack[0]), segments, accumulator, multiplier, backend)
-    _finish([slot], stack, backend)
+    wgrad_steps([slot], [segments], [accumulator], [multiplier], backend)
+
+
+def wgrad_steps(
+    slots: Sequence[Slot],
+    segments: Sequence[Sequence[Segment]],
+    accumulators: Sequence[Tensor | None],
+    multipliers: Sequence[Tensor | None],
+    backend: str,
+) -> None:
+    """Step the matrices of one stack from their gradients' factors."""
+    stack = _scratch(slots)
+    for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
+        fused.wgrad_step(_epilogue(slot, u), *gradient, backend)
+    _finish(slots, stack, backend)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
@@ -39,6 +51,16 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
         epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
         fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
         _finish(batch, stack, backend)
+
+
+def stacks(slots: Sequence[Slot]) -> Iterator[list[int]]:
+    """Indices of the weights that are best stepped together: equal matrices whose matrix stage takes a stack."""
+    for indices in _batches(slots):
+        stages = slots[indices[0]].rule.stages
+        if stages is None or stages.transform is None:
+            yield from ([index] for index in indices)
+        else:
+            yield indices
 
 
 def _scratch(batch: Sequence[Slot]) -> Tensor:

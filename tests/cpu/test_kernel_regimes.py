@@ -6,7 +6,7 @@ import oracles
 import pytest
 import torch
 
-from forge_megatron.kernels import Slot, step, wgrad_step
+from forge_megatron.kernels import Slot, stacks, step, wgrad_step, wgrad_steps
 from forge_megatron.rules import get
 
 BACKENDS = ("reference", "triton")
@@ -152,7 +152,25 @@ def test_matrices_of_one_shape_share_newton_schulz(monkeypatch):
     grads = [torch.randn(slot.weight.shape, generator=torch.Generator().manual_seed(i)) for i, slot in enumerate(slots)]
     step(slots, grads, backend="reference")
     assert sizes == [(3, 18, 13), (18, 13), (13, 18)]
-    for slot, grad in zip(slots, grads, strict=True):
-        twin = make("muon", slot.weight.shape)
+    twins = [make("muon", slot.weight.shape) for slot in slots]
+    for twin, grad in zip(twins, grads, strict=True):
         step([twin], [grad], backend="reference")
+    for slot, twin in zip(slots, twins, strict=True):
+        expect_near(slot, twin)
+
+    # From factors too, as at step() where the updates waited for it; whole numbers, so that G is exact.
+    waiting, alone = ([make(name, (18, 13)) for name in ("muon", "lamb", "muon")] for _ in range(2))
+    segments = [[factors((18, 13), 7, seed=seed)] for seed in range(3)]
+    assert list(stacks(waiting)) == [[0, 2], [1]]
+    for indices in stacks(waiting):
+        wgrad_steps(
+            [waiting[index] for index in indices],
+            [segments[index] for index in indices],
+            accumulators=[None] * len(indices),
+            multipliers=[torch.tensor(0.5)] * len(indices),
+        )
+    for slot, factor in zip(alone, segments, strict=True):
+        wgrad_step(slot, factor, multiplier=torch.tensor(0.5))
+    assert sizes[8:] == [(2, 18, 13), (18, 13), (18, 13)]
+    for slot, twin in zip(waiting, alone, strict=True):
         expect_near(slot, twin)

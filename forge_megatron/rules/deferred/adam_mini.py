@@ -59,8 +59,7 @@ def direct(u, w, states, statistics, h):
     new = torch.lerp(statistics[0], means, weight)
     poison = settle(statistics, (new,), new.sum())
     factor: Tensor = poison / ((new.sqrt() / correction2_sqrt + eps) * correction1)
-    exp_avg = states[0].reshape(blocks, -1)
-    return (exp_avg * factor.unsqueeze(1)).view(u.shape)
+    return torch.mul(states[0].reshape(blocks, -1), factor.unsqueeze(1), out=u.view(blocks, -1)).view(u.shape)
 
 
 STAGES = Stages(Stage("adam_mini", ("exp_avg",), 2, update), STEP_DECAYED, direct=direct)

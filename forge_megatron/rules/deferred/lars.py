@@ -49,7 +49,7 @@ def direct(u, w, states, statistics, h):
     weight_norm, gradient_norm = norm(w), norm(u)
     below = gradient_norm + weight_decay * weight_norm
     ratio = torch.where((weight_norm == 0) | (below == 0), 1.0, coefficient * weight_norm / below)
-    return torch.addcmul(u.mul_(sign), w.float(), weight_decay).mul_(ratio)
+    return u.mul_(sign).addcmul_(w.float(), weight_decay).mul_(ratio)
 
 
 @functools.cache

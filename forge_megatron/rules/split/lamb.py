@@ -33,7 +33,7 @@ def update(g, w, states, h):
 
 
 def direct(u, w, states, statistics, h):
-    u = torch.addcmul(u, w.float(), h[7])
+    u.addcmul_(w.float(), h[7])
     weight_norm, norm_of_u = norm(w), norm(u)
     # Asked this way round, a NaN in u reaches the ratio, and so every coordinate.
     either_is_zero = (weight_norm == 0) | (norm_of_u == 0)
