@@ -55,7 +55,14 @@ def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
     return chunks, forge.get_forge_optimizer(
         config,
         chunks,
-        options=forge.ForgeOptions(recipe=o.recipe, update=o.update, backend=o.backend, seed=recipe.run.seed),
+        options=forge.ForgeOptions(
+            # adamw is what the rest of the model has; named, a checkpoint of it would be forge's alone.
+            rule=None if o.rule == "adamw" else o.rule,
+            recipe=o.recipe,
+            update=o.update,
+            backend=o.backend,
+            seed=recipe.run.seed,
+        ),
         num_microbatches=recipe.micro_batches,
         use_gloo_process_groups=False,
     )

@@ -220,6 +220,8 @@ def check_folder(recipe: Recipe) -> None:
 def state_bytes(recipe: Recipe) -> int:
     """A lower bound of a rank's weights and optimizer states in bytes: activations, gradients and
     the communication's buffers come on top."""
+    from forge_megatron import rules
+
     model, wide = recipe.model, 4 if recipe.model.dtype == "fp32" else 2
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     groups = model.num_query_groups or model.num_attention_heads
@@ -229,7 +231,8 @@ def state_bytes(recipe: Recipe) -> int:
     weights = model.num_layers * (attention + mlp) + embeddings
     state = 2 if recipe.optimizer.recipe == "bf16-state" or (recipe.optimizer.recipe is None and wide == 2) else 4
     master = 4 if recipe.optimizer.recipe == "fp32-master" and wide == 2 else 0
-    return weights * (wide + 2 * state + master) // recipe.parallel.tensor
+    states = len(rules.get(recipe.optimizer.rule).states)
+    return weights * (wide + states * state + master) // recipe.parallel.tensor
 
 
 def resolve_device(recipe: Recipe) -> str:

@@ -5,12 +5,27 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from forge_megatron.formats import RECIPES
+from forge_megatron.rules import available
 
 
 def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
     """``extra_args_provider`` of ``megatron.training``; compose it with one of your own by calling both."""
     group = parser.add_argument_group("forge", "the optimizer step inside backward")
     group.add_argument("--use-forge", action="store_true", help="step the weights of linears inside their backward")
+    group.add_argument(
+        "--forge-rule",
+        choices=available(),
+        default=None,
+        help="the rule of these weights (default: what --optimizer means, adam being AdamW); what FORGE does not own "
+        "stays with --optimizer",
+    )
+    group.add_argument(
+        "--forge-rule-options",
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="hyperparameters of the rule, over those that Megatron's own options give, such as 'betas=(0.9,0.99)'",
+    )
     group.add_argument(
         "--forge-recipe",
         choices=sorted(RECIPES),
@@ -37,7 +52,13 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
 def options_from_args(args: Namespace):
     """:class:`forge_megatron.megatron.ForgeOptions` of the parsed arguments."""
     from forge_megatron.megatron.build import ForgeOptions
+    from forge_megatron.megatron.rule import parsed
 
     return ForgeOptions(
-        recipe=args.forge_recipe, update=args.forge_update, backend=args.forge_backend, seed=args.forge_seed
+        rule=args.forge_rule,
+        hyperparameters=parsed(args.forge_rule_options),
+        recipe=args.forge_recipe,
+        update=args.forge_update,
+        backend=args.forge_backend,
+        seed=args.forge_seed,
     )

@@ -5,8 +5,8 @@ Order: :func:`prepare` on the built model, then Float16Module and DDP, then :fun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import optimizer as megatron_optimizer
@@ -16,12 +16,14 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
 
+from forge_megatron import rules
 from forge_megatron.formats import RECIPES
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
+from forge_megatron.megatron.rule import hyperparameters, megatrons
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
 from forge_megatron.optimizer import ForgeOptimizer
 
@@ -33,12 +35,16 @@ class ForgeOptions:
     """The ``--forge-*`` arguments.
 
     Attributes:
+        rule: the rule of the owned weights; None: what Megatron's ``--optimizer`` means.
+        hyperparameters: the rule's, over those that Megatron's config gives.
         recipe: state format and weight store of the owned weights; None: the parameter's dtype, nearest.
         update: ``"backward"``, ``"step"`` (wait), or ``"auto"``: in backward unless a switch waits.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         seed: of stochastic rounding; the same on every rank.
     """
 
+    rule: str | None = None
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     recipe: str | None = None
     update: str = "auto"
     backend: str = "auto"
@@ -89,10 +95,11 @@ def get_forge_optimizer(
     """``megatron.core.optimizer.get_megatron_optimizer`` with the owned weights stepped by FORGE.
 
     Args:
-        config: Megatron's optimizer config; its AdamW hyperparameters are the rule's.
+        config: Megatron's optimizer config; its optimizer and hyperparameters are the rule's unless ``options`` say
+            otherwise.
         model_chunks: the chunks that :func:`prepare` saw, wrapped by DDP or not.
         config_overrides: as Megatron's.
-        options: recipe, time of update, backend.
+        options: rule, recipe, time of update, backend.
         num_microbatches: a step; default: Megatron's calculator.
         rerun_mode: of Megatron's rerun state machine.
         megatron_arguments: further arguments of ``get_megatron_optimizer``.
@@ -103,7 +110,8 @@ def get_forge_optimizer(
     Raises:
         RuntimeError: :func:`prepare` was not called before DDP was built.
         NotImplementedError: a switch that is not built, by name.
-        ValueError: ``update="backward"`` beside a switch that waits, by name.
+        TypeError: a hyperparameter that the rule does not have.
+        ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
     options = options or ForgeOptions()
     conversions = [conversion_of(chunk) for chunk in model_chunks]
@@ -190,18 +198,17 @@ def _forge(
     waits: bool,
 ) -> ForgeOptimizer:
     owned = [weight for conversion in conversions for weight in conversion.owned.values()]
+    rule = megatrons(config) if options.rule is None else rules.get(options.rule)
     groups = []
     for group in layout.groups:
         members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
         if members:
-            groups.append({**group, "params": members})
+            named = {} if options.rule is None else {"rule": rule.name}
+            groups.append({**group, **named, "params": members})
     forge = ForgeOptimizer(
         groups,
-        "adamw",
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
+        rule.name,
+        **hyperparameters(config, rule, options.hyperparameters),
         recipe=options.recipe,
         backend=options.backend,
         seed=options.seed,

@@ -22,8 +22,13 @@ from megatron.core.dist_checkpointing.optimizer import (
 )
 from torch import Tensor
 
+from forge_megatron.megatron.rule import dense_states, megatrons
+
 if TYPE_CHECKING:
     from forge_megatron.megatron.optimizer import ForgeMegatronOptimizer
+
+# What a param group has besides hyperparameters.
+_MEMBERS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -96,23 +101,29 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
     dense_groups = _torch_groups(optimizer)
     dense_at, forge_at = _positions(dense_groups), _positions(forge.param_groups)
     defaults = {} if optimizer.dense.optimizer is None else optimizer.dense.optimizer.defaults
+    # The hyperparameters of another rule stand beside those of the dense parameters in the same group.
+    is_megatrons = forge.rule is megatrons(optimizer.config)
     # Fused optimizers count steps in the group.
     counted = next(({"step": group["step"]} for group in dense_groups if "step" in group), {})
+    unstepped = dense_states(optimizer.config)
     state, groups = {}, []
     for group, ids in zip(layout.groups, _ids(layout.groups), strict=True):
-        keys = group
+        keys, of_rule = group, {}
         for parameter, position in zip(group["params"], ids, strict=True):
             if layout.owns(parameter):
                 state[position] = {k: v for k, v in forge.state[parameter].items() if k != "master"}
-                if keys is group:
-                    keys = {**defaults, **counted, **forge.param_groups[forge_at[id(parameter)][0]]}
+                own = forge.param_groups[forge_at[id(parameter)][0]]
+                if not is_megatrons:
+                    of_rule = {"forge": {k: v for k, v in own.items() if k not in _MEMBERS}}
+                elif keys is group:
+                    keys = {**defaults, **counted, **own}
             else:
                 stepped = _stepped(parameter)
                 # Before the first step torch has no state, which a checkpoint could not be loaded without.
                 held = optimizer.dense.optimizer.state.get(stepped)
-                state[position] = dict(held or {name: torch.zeros_like(stepped) for name in forge.rule.states})
+                state[position] = dict(held or {name: torch.zeros_like(stepped) for name in unstepped})
                 keys = dense_groups[dense_at[id(stepped)][0]]
-        groups.append({k: v for k, v in keys.items() if k not in ("params", "param_names")} | {"params": ids})
+        groups.append({k: v for k, v in keys.items() if k not in _MEMBERS} | of_rule | {"params": ids})
     return {"state": state, "param_groups": groups}
 
 
@@ -152,6 +163,14 @@ def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> t
     return tensor, differing
 
 
+def _running(optimizer: ForgeMegatronOptimizer) -> dict[str, dict[str, float]]:
+    """By name, the numbers that a rule keeps of each parameter beside its step; Megatron's format has no place."""
+    forge, names = optimizer.forge, optimizer.layout.names
+    if not forge.rule.running:
+        return {}
+    return {names[p]: {key: float(state[key]) for key in forge.rule.running} for p, state in forge.state.items()}
+
+
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
     """The local state dict of a run without FORGE."""
     merged = _merged(optimizer)
@@ -174,16 +193,19 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         model_state: the model's sharded state dict (of the model inside DDP).
         is_loading: the result is a template to load into.
     """
-    if is_loading and optimizer.dense.optimizer is not None:
+    if is_loading and optimizer.dense.optimizer is not None and optimizer.dense.init_state_fn is not None:
         optimizer.dense.init_state_fn(optimizer.dense.optimizer, optimizer.config)
     merged = _merged(optimizer)
     shards = get_param_id_to_sharded_param_map(model_state, optimizer.layout.parameters())
     common_step, differing = _split_steps(optimizer, merged["state"])
-    optim_state_to_sharding_state(merged, shards, exclude_keys=("step",))
+    running = _running(optimizer)
+    optim_state_to_sharding_state(merged, shards, exclude_keys=("step", *optimizer.forge.rule.running))
     if common_step:
         merged["state"]["common_step"] = common_step
     if differing:
         merged["forge_steps"] = differing
+    if running:
+        merged["forge_running"] = running
     if not _is_mixed(optimizer):
         return merged
     copies = [
@@ -244,11 +266,13 @@ def _entry(optimizer: ForgeMegatronOptimizer, inner: dict, key: int, parameter: 
     name = optimizer.layout.names[parameter]
     if key not in inner["state"]:
         raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-    entry = dict(inner["state"][key])
+    entry = {**inner["state"][key], **inner.get("forge_running", {}).get(name, {})}
     if name in inner.get("forge_steps", {}):
         entry["step"] = inner["forge_steps"][name]
     elif "step" not in entry:
-        entry["step"] = inner["state"].get("common_step", group.get("step", 0))
+        # torch's SGD counts no steps; what it has saved was stepped.
+        first = 0 if optimizer.forge.rule.counts_steps else 1
+        entry["step"] = inner["state"].get("common_step", group.get("step", first))
     return entry
 
 
@@ -263,8 +287,10 @@ def _load_owned(optimizer: ForgeMegatronOptimizer, entries: dict[Tensor, dict], 
             ids.append(position)
             position += 1
         theirs = groups[group_of[id(group["params"][0])]]
-        param_groups.append({**{k: v for k, v in theirs.items() if k in group}, "params": ids})
-    marker = {"version": 1, "rule": forge.rule.name}
+        theirs = theirs.get("forge", theirs)
+        param_groups.append({**{k: v for k, v in theirs.items() if k in group or k == "rule"}, "params": ids})
+    # A group that names no rule was written by Megatron's own optimizer, or in its place.
+    marker = {"version": 1, "rule": megatrons(optimizer.config).name}
     # The states are read in this run's recipe, whatever the checkpoint's.
     forge.load_state_dict({"state": state, "param_groups": param_groups, "forge": marker}, convert=True)
 
@@ -282,7 +308,7 @@ def _load_dense(optimizer: ForgeMegatronOptimizer, entries: dict, groups: list, 
         keys: dict[str, Any] = {k: v for k, v in group.items() if k != "params"}
         for stepped in group["params"]:
             parameter, index = places[id(stepped)]
-            keys = {k: v for k, v in groups[index].items() if k not in ("params", "param_names")}
+            keys = {k: v for k, v in groups[index].items() if k not in (*_MEMBERS, "forge")}
             entry = dict(entries[parameter])
             step = entry.pop("step")
             if not ("step" in keys and in_groups):

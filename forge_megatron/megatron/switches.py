@@ -227,11 +227,12 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("log_num_zeros_in_grad", REFUSED, "no gradient is stored to count zeros in; turn it off",
            _REFUSED, _flag("log_num_zeros_in_grad")),
     Switch("qk_clip", REFUSED, "rewrites weights behind the optimizer; turn it off", _REFUSED, _flag("qk_clip")),
-    Switch("optimizer", REFUSED, "FORGE's rule is AdamW; use --optimizer adam",
-           _REFUSED, _other_than("optimizer", "adam")),
+    Switch("optimizer", REFUSED, "use adam, sgd or lion, which are the rules adamw (or adam), sgd and lion; or choose "
+           "FORGE's with --forge-rule", _REFUSED, _other_than("optimizer", "adam", "sgd", "lion")),
     Switch(
-        "decoupled_weight_decay", REFUSED, "FORGE's rule is AdamW, whose decay is decoupled; leave it on",
-        _REFUSED, lambda facts: False if facts.get("decoupled_weight_decay") is False else None,
+        "decoupled_weight_decay", SUPPORTED, "--optimizer adam is the rule adamw with it, and adam (L2) without",
+        "tests/distributed/test_megatron_rules.py::test_megatrons_own_optimizers",
+        lambda facts: False if facts.get("decoupled_weight_decay") is False else None,
     ),
 )
 # fmt: on

@@ -226,7 +226,6 @@ class Run:
             edit(self.model)
         config = self.model.config
         optimizer_config = OptimizerConfig(
-            optimizer="adam",
             lr=case.lr,
             min_lr=0.0,
             weight_decay=0.1,
@@ -234,7 +233,7 @@ class Run:
             bf16=case.dtype is torch.bfloat16,
             fp16=case.dtype is torch.float16,
             params_dtype=case.dtype,
-            **case.optimizer,
+            **{"optimizer": "adam", **case.optimizer},
         )
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **case.ddp)
         if case.forge is not None:
