@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from forge_megatron.coordinator import find_shards
 from forge_megatron.hidden import with_adamw
+from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import ForgeLinear
 from forge_megatron.linear.attached import Attached, fuse
 from forge_megatron.linear.ownership import reason_not_fused
@@ -31,7 +33,8 @@ def attach(
 
     The model must already be on its device and in its dtype. Their weights are owned: ``.grad`` stays None.
     Every other parameter, and a weight that something reads without calling its module, is stepped from
-    ``.grad`` at ``step()`` by the same rule.
+    ``.grad`` at ``step()`` by the same rule. In a model that ``fully_shard`` has sharded, every parameter is
+    stepped inside backward where its reduced shard arrives; attach shards nothing itself.
 
     Args:
         model: any module.
@@ -54,15 +57,18 @@ def attach(
     if params is None:
         params = list(names)
     _warn_untied(model)
+    shards = find_shards(model, names)
     groups = _named_groups(params, names)
     if adamw is not None:
         groups = with_adamw(model, groups, adamw)
-    optimizer = ForgeOptimizer(groups, rule, **options)
+    optimizer = ForgeOptimizer(groups, rule, shards=shards, **options)
     try:
         own_weights(model, optimizer)
     except Exception:
         optimizer.detach()
         raise
+    for group in shards:
+        optimizer.reasons.update(dict.fromkeys(group.padded, "sharded: stepped where its reduced shard arrives"))
     optimizer.watch()
     return optimizer
 
@@ -76,7 +82,7 @@ def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
     read: dict[Tensor, str] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is None or weight not in optimizer.names:
+        if weight is None or weight not in optimizer.names or is_sharded(weight):
             continue
         if isinstance(module, nn.Embedding):
             reason, forge, others = vocab_embedding.reason_not_fused(module), ForgeEmbedding, read

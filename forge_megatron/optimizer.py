@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
-from forge_megatron.coordinator import KeepFactors, OrdinaryGradients, Skips, plan
+from forge_megatron.coordinator import (
+    FullySharded,
+    KeepFactors,
+    NormsOverRanks,
+    OrdinaryGradients,
+    ShardGroup,
+    Skips,
+    plan,
+)
 from forge_megatron.groups import complete, joining, named_parameters
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
@@ -45,6 +53,7 @@ class ForgeOptimizer(Stepping):
             others are stepped. ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
 
     Raises:
@@ -74,6 +83,7 @@ class ForgeOptimizer(Stepping):
         process_group=None,
         sharding: str = "none",
         origins: Mapping | None = None,
+        shards: Sequence[ShardGroup] = (),
         **hyperparameters,
     ):
         self.rule = rules.get(rule)
@@ -86,6 +96,7 @@ class ForgeOptimizer(Stepping):
             skip=skip,
             process_group=process_group,
             sharding=sharding,
+            sharded=bool(shards),
         )
         self.random = RandomBits(seed, origins)
         self.backend = backend
@@ -102,6 +113,8 @@ class ForgeOptimizer(Stepping):
         now, later = FusedStep(backend), KeepFactors(backend)
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
+        self._shards = FullySharded(shards, waits=waits, micro_batches=micro_batches, backend=backend, client=self)
+        self._books = (self._ledger, self._shards)
         super().__init__(params, self.rule.resolve(hyperparameters))
         self._skips = Skips()
         self._measured: tuple[Tensor, Tensor | None] | None = None
@@ -117,7 +130,8 @@ class ForgeOptimizer(Stepping):
             RuntimeError: a backward is pending.
             ValueError, TypeError: a bad hyperparameter or parameter; nothing has changed then.
         """
-        self._ledger.expect_nothing_pending("add parameters")
+        for book in self._books:
+            book.expect_nothing_pending("add parameters")
         param_group = complete(param_group, self.rule, self.defaults)
         if self._parameters is not None:
             param_group = joining(param_group, self.param_groups, self.names, self.state)
@@ -147,6 +161,9 @@ class ForgeOptimizer(Stepping):
                 self.state[p] = self.new_state(p, label)
         self.random.place(labels, self._group_of, self._formats)
         self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random)
+        self._shards.connect(labels, self._parameters.slots, self.state)
+        if self._shards.group_of:
+            self._parameters.over_ranks = NormsOverRanks(self._parameters.all)
         self._gradients.labels = labels
         for owned in self.owned.values():
             self._connect(owned)
@@ -158,12 +175,13 @@ class ForgeOptimizer(Stepping):
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""
+        self._shards.expect_managed(p)
         self.state[p] = self.new_state(p, self._parameters.labels[p])
         self._parameters.admit(p)
         if p in self.owned:
             self._connect(self.owned[p])
         elif self._watching:
-            self._gradients.watch([p])
+            self._watch([p])
 
     def own(self, weight: Tensor, name: str | None = None) -> OwnedWeight:
         """Takes a weight ``[O, I]`` whose linear calls :func:`forge_megatron.linear.open_use`."""
@@ -183,7 +201,11 @@ class ForgeOptimizer(Stepping):
     def watch(self) -> None:
         """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
         self._watching = True
-        self._gradients.watch(self._ordinary())
+        self._watch(self._ordinary())
+
+    def _watch(self, params: list[Tensor]) -> None:
+        self._shards.watch(params)
+        self._gradients.watch(p for p in params if p not in self._shards.group_of)
 
     def _ordinary(self) -> list[Tensor]:
         return [p for p in self._parameters.all if p not in self.owned]
@@ -218,7 +240,8 @@ class ForgeOptimizer(Stepping):
             RuntimeError: a weight has already been updated since the last ``step()``.
         """
         held = self._had_gradient | {owned.weight for owned in self.owned.values() if owned.factors}
-        self._ledger.discard_window()
+        for book in self._books:
+            book.discard_window()
         self._gradients.close_window()
         self._parameters.reopen_window()
         self._had_gradient = set() if set_to_none else held
@@ -245,7 +268,8 @@ class ForgeOptimizer(Stepping):
         self._zeroed.clear()
         self._parameters.advance_running()
         self._parameters.reopen_window()
-        self._ledger.roll_back(accept=accept)
+        for book in self._books:
+            book.roll_back(accept=accept)
 
     # ---- switching off
 
@@ -261,10 +285,12 @@ class ForgeOptimizer(Stepping):
 
     def detach(self) -> None:
         """Makes the model's modules ordinary again; this optimizer then steps every weight from ``.grad``."""
-        self._ledger.expect_nothing_pending("detach")
+        for book in self._books:
+            book.expect_nothing_pending("detach")
         for owned in self.owned.values():
             owned.release()
         self._gradients.release()
+        self._shards.release()
         self._watching = False
         for module in self.fused_modules:
             unfuse(module)
@@ -280,8 +306,9 @@ class ForgeOptimizer(Stepping):
 
     def state_dict(self) -> dict:
         """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
-        self._ledger.expect_usable()
-        self._ledger.expect_nothing_pending("save")
+        for book in self._books:
+            book.expect_usable()
+            book.expect_nothing_pending("save")
         self._skips.settle(wait=True)
         state_dict = super().state_dict()
         state_dict["forge"] = marker(self)
@@ -304,7 +331,8 @@ class ForgeOptimizer(Stepping):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         load_state(self, state_dict, convert)
-        self._ledger.restored()
+        for book in self._books:
+            book.restored()
         self._parameters.close_window()
         self._gradients.close_window()
         self._had_gradient.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from forge_megatron.formats import FORMAT_KEYS
 from forge_megatron.groups import rule_of
-from forge_megatron.kernels import Slot
+from forge_megatron.kernels import Slot, local
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
 
 def _place(p: Tensor) -> tuple[int, int]:
-    return p._version, p.data_ptr()
+    return p._version, local(p).data_ptr()
 
 
 class Parameters:
@@ -29,6 +29,7 @@ class Parameters:
         all: the parameters in the order of the groups.
         labels: what errors and tables call them.
         slots: what a step of each reads and writes; a parameter that was never trainable has none.
+        over_ranks: Σ g² of whole parameters from those of this rank's parts, ``[parameters]``, never in place.
 
     Args:
         rule: of the groups that name none.
@@ -49,6 +50,7 @@ class Parameters:
         self.labels = labels
         self.all = [p for group in groups for p in group["params"]]
         self.slots: dict[Tensor, Slot] = {}
+        self.over_ranks: Callable[[Tensor], Tensor] = torch.clone
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._update_norms_sq: dict[Tensor, Tensor] = {}
         self._written: list[tuple] | None = None
@@ -241,14 +243,16 @@ class Parameters:
         """
         for p, slot in self.slots.items():
             if slot.master is not None and self._written_at.get(p) != _place(p):
-                slot.master.copy_(torch.where(slot.master.to(p.dtype) == p, slot.master, p.float()))
+                master, weight = local(slot.master), local(p)
+                master.copy_(torch.where(master.to(p.dtype) == weight, master, weight.float()))
 
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter, fp32 ``[parameters]``, in the order of the groups, on the first device."""
         if len(self._tables) == 1:
             ((_, _, norms),) = self._tables.values()
-            return norms.clone()
-        return torch.stack([self._rows[p][1].to(self.all[0].device) for p in self.all])
+        else:
+            norms = torch.stack([self._rows[p][1].to(self.all[0].device) for p in self.all])
+        return self.over_ranks(norms)
 
     def by_device(self, params: Iterable[Tensor]) -> dict[torch.device, list[Slot]]:
         slots: dict[torch.device, list[Slot]] = {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forge_megatron.formats import Noise, Origin, resolve_group
 from forge_megatron.formats.noise import WORDS, columns_of, words
+from forge_megatron.kernels import local, origin_of
 
 
 class RandomBits:
@@ -17,6 +18,7 @@ class RandomBits:
     Args:
         seed: of the run; every rank and every resumed run has the same.
         origins: the place of a parameter in the whole weight, where it is a part or has another name than its label.
+            A DTensor knows its own.
     """
 
     def __init__(self, seed: int, origins: Mapping[Tensor, Origin] | None = None):
@@ -48,7 +50,7 @@ class RandomBits:
         for p, label in labels.items():
             if p.dtype is not torch.bfloat16 or not resolve_group(p.dtype, groups[p], formats)[1].stochastic:
                 continue
-            origin = self._origins.setdefault(p, Origin(label))
+            origin = self._origins.setdefault(p, origin_of(label, p))
             if taken.setdefault(origin, label) != label:
                 raise ValueError(f"{label} and {taken[origin]} are both {origin}: their roundings would be equal")
             members.setdefault(p.device, []).append(p)
@@ -57,7 +59,7 @@ class RandomBits:
             self._tables[device] = (params, table)
             for p, row in zip(params, table.unbind(), strict=True):
                 origin = self._origins[p]
-                self._noise[p] = Noise(row, origin, columns_of(p.shape, origin))
+                self._noise[p] = Noise(row, origin, columns_of(local(p).shape, origin))
 
     def of(self, p: Tensor) -> Noise | None:
         """The bits of ``p``; None if it is not rounded stochastically."""

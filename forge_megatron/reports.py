@@ -48,8 +48,9 @@ class Reports(torch.optim.Optimizer):
     def gradient_norms(self) -> dict[str, Tensor]:
         """The norm of each trainable parameter's gradient in the last step, 0-dim fp32, in ``grad_norm``'s units.
 
-        Before clipping, of this rank's part of the weight, 0 where there was no gradient; empty before the first
-        step. Every step measures it, so that reading it costs a square root and synchronises nothing.
+        Before clipping, of this rank's part of the weight (of a DTensor: of the whole), 0 where there was no
+        gradient; empty before the first step. Every step measures it, so that reading it costs a square root and
+        synchronises nothing.
         """
         if self._measured is None:
             return {}

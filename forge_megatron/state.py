@@ -11,6 +11,7 @@ from torch import Tensor
 from forge_megatron.formats import FORMAT_KEYS, resolve_group
 from forge_megatron.formats.noise import VERSION
 from forge_megatron.groups import rule_of
+from forge_megatron.kernels import is_sharded, shard_like
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
@@ -49,8 +50,14 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
     Raises:
         TypeError: a dtype that weights cannot have, naming ``label``.
         ValueError: a shape that the rule cannot step.
+        NotImplementedError: a shard, of which alone the rule cannot step its part of the weight.
     """
     rule = rule_of(group, default).variant(group)
+    if is_sharded(p) and rule.regime != "fused":
+        raise NotImplementedError(
+            f"{label}: {rule.name} reads more of a weight than this rank's shard of it, which is not built yet for "
+            "weights that fully_shard has sharded; use a rule that reads each coordinate alone, such as adamw"
+        )
     try:
         if rule.fits is not None:
             rule.fits(group, p.shape)
@@ -186,6 +193,8 @@ def _checked(rule: Rule, label: str, state: dict, entry: dict, convert: bool, *,
                 continue
             raise ValueError(f"{label}: the checkpoint has no {name!r}")
         value = torch.as_tensor(entry[name])
+        if is_sharded(own) and not is_sharded(value) and value.shape == own.shape:
+            value = shard_like(value, own)
         if value.shape != own.shape:
             raise ValueError(
                 f"{label}: {name} is {list(value.shape)} in the checkpoint, {list(own.shape)} in the optimizer"

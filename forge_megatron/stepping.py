@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forge_megatron.coordinator import Decision, LossScale, OrdinaryGradients, Pending, decide, global_norm, loss_scale
+from forge_megatron.coordinator import (
+    Decision,
+    FullySharded,
+    LossScale,
+    OrdinaryGradients,
+    Pending,
+    decide,
+    global_norm,
+    loss_scale,
+)
 from forge_megatron.coordinator.plan import Plan
 from forge_megatron.linear import Ledger
 from forge_megatron.reports import Reports
@@ -26,6 +35,7 @@ class Stepping(Reports):
     backend: str
     _plan: Plan
     _ledger: Ledger
+    _shards: FullySharded
     _gradients: OrdinaryGradients
     _had_gradient: set[Tensor]
     _zeroed: set[Tensor]
@@ -66,7 +76,8 @@ class Stepping(Reports):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._ledger.expect_usable()
+        for book in self._books:
+            book.expect_usable()
         self._gradients.expect_zeroed()
         self.before_updates()
         pending = self._pending()
@@ -75,7 +86,7 @@ class Stepping(Reports):
             self._gradients.expect_untouched((updated or pending.waiting[0]).name)
         elif not pending.ordinary:
             self._ledger.expect_asked_for()
-        self._parameters.follow_schedule(updated.name if updated is not None else None)
+        self._parameters.follow_schedule(updated.name if updated is not None else self._shards.updated)
         decision = self._decide(pending, gradient_multiplier, scaling)
         stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
         with self._ledger.updating():
@@ -83,7 +94,8 @@ class Stepping(Reports):
             self._parameters.advance_running()
         self._report(decision, counts)
         self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
-        self._ledger.close_window()
+        for book in self._books:
+            book.close_window()
         self._parameters.close_window()
         self._gradients.close_window(stepped if self.owned else None)
         self._skips.settle()
@@ -93,8 +105,9 @@ class Stepping(Reports):
         scaling = loss_scale(self, grad_scaler)
         if scaling is not None and closure is not None:
             raise RuntimeError("a closure with GradScaler, which scaled the loss outside it; call backward() yourself")
-        if scaling is not None and self.owned and not self._plan.waits:
-            self._ledger.refuse_scaled_updates()
+        if scaling is not None and not self._plan.waits:
+            for book in self._books:
+                book.refuse_scaled_updates()
         return scaling
 
     def _pending(self) -> Pending:

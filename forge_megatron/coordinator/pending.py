@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_megatron import kernels
 from forge_megatron.coordinator.decision import Decision
+from forge_megatron.kernels import local
 from forge_megatron.linear import OwnedWeight
 
 
@@ -40,7 +41,7 @@ class Pending:
                 backend=self.backend,
             )
         for slots in self.ordinary.values():
-            norms = torch._foreach_norm([_dense(slot.weight.grad).float() for slot in slots])
+            norms = torch._foreach_norm([local(_dense(slot.weight.grad)).float() for slot in slots])
             for slot, norm in zip(slots, norms, strict=True):
                 slot.norm_sq.copy_(norm.square())
 

@@ -35,6 +35,7 @@ def plan(
     skip: str = "flag",
     process_group=None,
     sharding: str = "none",
+    sharded: bool = False,
 ) -> Plan:
     """Checks the options of :func:`forge_megatron.attach` that decide when a weight is stepped.
 
@@ -47,18 +48,24 @@ def plan(
             coordinate does then.
         process_group: ranks that each hold a part of the tokens.
         sharding: where weights and states live.
+        sharded: the weights are already sharded by ``fully_shard``.
 
     Raises:
         ValueError: a value that has no meaning.
         NotImplementedError: an option that is not built yet.
     """
+    if sharded and (process_group is not None or sharding not in ("none", "full")):
+        option = f"sharding={sharding!r}" if process_group is None else "process_group="
+        raise ValueError(f"{option} with weights that fully_shard has sharded, which reduces their gradients; omit it")
+    if sharding == "full" and not sharded:
+        raise ValueError("sharding='full' with weights that are not sharded; call fully_shard, then attach")
     if process_group is not None:
         raise NotImplementedError(
             "process_group=: gradients that are partial over data-parallel ranks are not built yet; "
             "train in one process, or tensor parallel with --use-forge"
         )
-    if sharding != "none":
-        if sharding not in ("states", "full"):
+    if sharding not in ("none", "full"):
+        if sharding != "states":
             raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
         raise NotImplementedError(f"sharding={sharding!r} is not built yet; use sharding='none'")
     if skip not in ("flag", "atomic"):

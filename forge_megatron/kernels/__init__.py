@@ -4,6 +4,7 @@ from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step, wgrad
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
+from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
@@ -14,9 +15,13 @@ __all__ = [
     "Segment",
     "Slot",
     "choose",
+    "is_sharded",
+    "local",
     "logit_gradient",
     "of_rows",
+    "origin_of",
     "resolve_backend",
+    "shard_like",
     "stacks",
     "step",
     "wgrad",

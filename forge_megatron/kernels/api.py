@@ -21,6 +21,7 @@ from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
 from .lookups import is_lookup
+from .shard import local, local_slot
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
 from .updates import measured
 
@@ -185,8 +186,8 @@ def step(
     On Triton it is one launch for all slots that share a rule and dtypes.
 
     Args:
-        slots: distinct weights, all on one device.
-        grads: fp32, bf16 or fp16, each of its weight's shape; any strides.
+        slots: distinct weights, all on one device. Of DTensors this rank's shards are stepped.
+        grads: fp32, bf16 or fp16, each of its weight's shape and placement; any strides.
         multiplier: 0-dim fp32 tensor on the weights' device.
 
     Raises:
@@ -196,6 +197,7 @@ def step(
         raise ValueError(f"{len(slots)} slots and {len(grads)} gradients; give one for each")
     if not slots:
         return
+    slots, grads = [local_slot(slot) for slot in slots], [local(grad) for grad in grads]
     device = slots[0].weight.device
     resolve_backend(device, backend)
     for slot, grad in zip(slots, grads, strict=True):

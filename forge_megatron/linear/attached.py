@@ -55,7 +55,7 @@ def _expect_not_replaced(module: nn.Module) -> None:
     if owned is not None and owned.ledger is not None:
         raise RuntimeError(
             f"{owned.name}: the module's weight is another tensor than at attach, which nobody would step; "
-            "replace, parametrize, prune or load_state_dict(assign=True) first, then attach"
+            "fully_shard, replace, parametrize, prune or load_state_dict(assign=True) first, then attach"
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Sink
 
-_WAY_OUT = (
+WAY_OUT = (
     "load a checkpoint before training on, or keep the half step with rollback(accept=True); with skip='atomic' a "
     "window can be rolled back"
 )
@@ -116,7 +116,7 @@ class Ledger:
         if stepped:
             self._broken = (
                 f"the last backward failed after it had updated {len(stepped)} of {len(self.owned)} weights "
-                f"(the first is {stepped[0]}); {_WAY_OUT}"
+                f"(the first is {stepped[0]}); {WAY_OUT}"
             )
         else:
             where = f" ({folded[0]} had already been accumulated)" if folded else ""
@@ -149,21 +149,19 @@ class Ledger:
             yield
         except BaseException as error:
             self._broken = (
-                f"the last step() was interrupted by {type(error).__name__} while it changed weights; {_WAY_OUT}"
+                f"the last step() was interrupted by {type(error).__name__} while it changed weights; {WAY_OUT}"
             )
             self._half_stepped = True
             raise
 
     def refuse_scaled_updates(self) -> None:
         """GradScaler in immediate mode: raises; weights that were updated with scaled gradients stay an error."""
+        if not self.owned:
+            return
         self.expect_usable()
-        error = (
-            "GradScaler needs every update to wait for step(), which unscales first; attach with skip='atomic', "
-            "clip_grad_norm= or accumulation_steps="
-        )
-        updated = next((owned for owned in self.owned if owned.updated), None)
+        updated = next((owned.name for owned in self.owned if owned.updated), None)
+        error = scaled_updates(updated)
         if updated is not None:
-            error += f". {updated.name} has been updated with a scaled gradient; {_WAY_OUT}"
             self._broken = error
         raise RuntimeError(error)
 
@@ -201,7 +199,7 @@ class Ledger:
         elif self._broken is None:
             self._broken = (
                 f"rolled back after backward had updated {len(stepped)} of {len(self.owned)} weights (the first is "
-                f"{stepped[0]}), which cannot be taken back; {_WAY_OUT}"
+                f"{stepped[0]}), which cannot be taken back; {WAY_OUT}"
             )
         if self._broken is not None:
             raise RuntimeError(self._broken)
@@ -307,6 +305,21 @@ class Ledger:
     def finish(self, task: int) -> None:
         with lock:
             self._tasks.pop(task, None)
+
+
+def scaled_updates(updated: str | None) -> str:
+    """What an error says of GradScaler with weights that are stepped in backward.
+
+    Args:
+        updated: one that was updated since the last step.
+    """
+    error = (
+        "GradScaler needs every update to wait for step(), which unscales first; attach with skip='atomic', "
+        "clip_grad_norm= or accumulation_steps="
+    )
+    if updated is None:
+        return error
+    return f"{error}. {updated} has been updated with a scaled gradient; {WAY_OUT}"
 
 
 def _preflight(task: int, first: Use) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from forge_megatron.kernels import local
 from forge_megatron.linear.modules import ForgeLinear
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,18 +43,15 @@ def reason_not_owned(module: nn.Module) -> str | None:
 
 
 def expect_steppable(name: str, p: Tensor) -> None:
-    """Raises unless ``p`` is a plain, materialised tensor.
+    """Raises unless ``p`` is materialised.
 
     Raises:
         ValueError: on the meta device, or a lazy module's parameter.
-        NotImplementedError: a DTensor.
     """
     if p.is_meta:
         raise ValueError(f"{name} is on the meta device; materialise the model, then attach")
     if is_lazy(p):
         raise ValueError(f"{name} has no shape yet; run a forward of the lazy module, then attach")
-    if hasattr(p, "device_mesh"):
-        raise NotImplementedError(f"{name} is a DTensor: sharded weights are not built yet")
 
 
 def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -63,7 +61,7 @@ def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: names both parameters. One parameter under two names is a tied weight, and fine.
     """
     spans: dict[int, list[tuple[int, int, str, Tensor]]] = {}
-    for name, tensor in named:
+    for name, tensor in ((name, local(p)) for name, p in named):
         if tensor.numel() == 0:
             continue
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

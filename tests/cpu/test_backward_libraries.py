@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.utils import prune
 
 import forge_megatron as forge
@@ -172,9 +172,10 @@ def test_distributed_data_parallel_is_refused(one_rank, order):
     wrapped(batch(5, 6)).square().mean().backward()
 
 
-def test_sharded_weights_are_refused(one_rank):
-    model = fully_shard(mlp(6, 4), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(NotImplementedError, match=r"^0\.weight is a DTensor"):
+def test_sharded_weights_that_nobody_reduces_are_refused(one_rank):
+    model = mlp(6, 4)
+    distribute_module(model, init_device_mesh("cpu", (1,)))
+    with pytest.raises(NotImplementedError, match=r"^0\.weight is a DTensor that no fully_shard call manages"):
         forge.attach(model, lr=1e-2)
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from launch import cpu
 
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
 
 
-def _process(rank: int, world: int, tp: int, folder: str, function: Callable, args: tuple) -> None:
-    torch.set_num_threads(1)
+@contextmanager
+def _megatron(tp: int | None = None) -> Iterator[None]:
+    """Megatron's parallel state in a process of its own; default: all ranks are tensor parallel."""
     cpu.enable("cpu")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
@@ -32,19 +29,12 @@ def _process(rank: int, world: int, tp: int, folder: str, function: Callable, ar
         # Transformer Engine's, which megatron-core's output-discarding recomputation asks without a check.
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp or dist.get_world_size(), create_gloo_process_groups=False
     )
-    try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
-        model_parallel_cuda_manual_seed(1)
-        torch.save(function(*args), f"{folder}/result{rank}")
-    except BaseException:
-        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
-        raise
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    model_parallel_cuda_manual_seed(1)
+    yield
+    parallel_state.destroy_model_parallel()
 
 
 def run(world: int, function: Callable, *args: Any, tp: int | None = None) -> list[Any]:
@@ -54,57 +44,13 @@ def run(world: int, function: Callable, *args: Any, tp: int | None = None) -> li
         function: a function of a test module; what it returns must be loadable by ``torch.load``.
         tp: tensor-parallel size; default: ``world``.
     """
-    with TemporaryDirectory() as folder:
-        try:
-            mp.spawn(_process, (world, tp or world, folder, function, args), nprocs=world)
-        except Exception as failure:
-            told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
-            raise AssertionError(told or str(failure)) from None
-        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
+    return ranks.run(world, function, *args, inside=partial(_megatron, tp))
 
 
-class Workers:
-    """Functions of a test module that share one start of the processes, which costs more than they do.
+class Workers(ranks.Workers):
+    """Functions of a test module that share one start of the processes with Megatron's parallel state."""
 
-    >>> workers = Workers()
-    >>> @workers
-    ... def _losses(): ...
-    >>> workers.results(2)["_losses"]  # what each rank returned
-    """
-
-    def __init__(self) -> None:
-        self.functions: list[Callable] = []
-
-    def __call__(self, function: Callable) -> Callable:
-        self.functions.append(function)
-        return function
-
-    def results(self, world: int) -> Results:
-        return Results(run(world, _each, [function.__name__ for function in self.functions], self.functions))
-
-
-def _each(names: list[str], functions: list[Callable]) -> dict[str, tuple[bool, Any]]:
-    found = {}
-    for name, function in zip(names, functions, strict=True):
-        try:
-            found[name] = (True, function())
-        except Exception:
-            found[name] = (False, traceback.format_exc())
-        gc.collect()  # what a test leaves behind must not own weights in the next
-    return found
-
-
-class Results:
-    """Raises where a worker raised."""
-
-    def __init__(self, ranks: list[dict[str, tuple[bool, Any]]]):
-        self._ranks = ranks
-
-    def __getitem__(self, name: str) -> list[Any]:
-        failures = [told for succeeded, told in (rank[name] for rank in self._ranks) if not succeeded]
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return [rank[name][1] for rank in self._ranks]
+    inside = staticmethod(_megatron)
 
 
 @dataclass

@@ -1,0 +1,135 @@
+"""What the user's ``fully_shard`` calls made of a model, and what of it cannot be stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge_megatron.kernels import is_sharded, local
+
+
+@dataclass(eq=False)
+class ShardGroup:
+    """The parameters that one ``fully_shard`` call gathers and reduces together.
+
+    Attributes:
+        modules: the modules that it was called with.
+        padded: each sharded parameter, and how many elements of the reduced buffer are its shard's with padding.
+        updates: how often any of them was stepped.
+    """
+
+    modules: tuple[nn.Module, ...]
+    padded: Mapping[Tensor, int]
+    updates: int = field(default=0)
+
+
+def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGroup]:
+    """The groups of ``model``, none for a model without DTensors.
+
+    Args:
+        model: after its ``fully_shard`` calls.
+        names: what errors call each parameter.
+
+    Raises:
+        NotImplementedError: a DTensor that no ``fully_shard`` call manages, parameters offloaded to the CPU, or a
+            trainable parameter left out, whose gradient would stay this rank's own.
+    """
+    if not any(is_sharded(p) for p in names):
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _parameter_groups(module):
+                found[group] = ShardGroup(
+                    tuple(group.modules),
+                    {it.sharded_param: it.padded_sharded_param_size.numel() for it in group.fsdp_params},
+                )
+    groups = list(found.values())
+    managed = {p for group in groups for p in group.padded}
+    for p, name in names.items():
+        expect_managed(name, p, managed)
+        if p in managed:
+            _expect_sharded_on_its_device(name, p)
+    return groups
+
+
+def _parameter_groups(module: nn.Module) -> list:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    # torch 2.11 has at most one a module.
+    return [state._fsdp_param_group] if groups is None and state._fsdp_param_group else list(groups or ())
+
+
+def _expect_sharded_on_its_device(name: str, p: Tensor) -> None:
+    if all(placement.is_replicate() for placement in p.placements):
+        raise NotImplementedError(f"{name} is replicated by replicate(), which is not built yet; use fully_shard")
+    if not p.is_meta and local(p).device.type != p.device_mesh.device_type:
+        raise NotImplementedError(
+            f"{name} is offloaded to the CPU (CPUOffloadPolicy), which is not built yet; leave offload_policy out"
+        )
+
+
+def expect_managed(name: str, p: Tensor, managed: Collection[Tensor]) -> None:
+    """Raises for a parameter whose gradient nobody reduces over the ranks.
+
+    Args:
+        name: what the error calls it.
+        p: a parameter.
+        managed: the parameters that ``fully_shard`` gathers and reduces.
+    """
+    if p in managed:
+        return
+    if is_sharded(p):
+        raise NotImplementedError(
+            f"{name} is a DTensor that no fully_shard call manages (tensor parallelism, replicate()), which is not "
+            "built yet; use fully_shard and attach(model, ...), or tensor parallelism with --use-forge"
+        )
+    if managed and p.requires_grad and dist.get_world_size() > 1:
+        raise NotImplementedError(
+            f"{name} is not sharded while others are, so that nothing reduces its gradient over the ranks; call "
+            "fully_shard on the module that holds it (mostly the model itself), or freeze it"
+        )
+
+
+class NormsOverRanks:
+    """Σ g² of whole parameters, from those of the shards that this rank holds.
+
+    Args:
+        params: in the order of the norms.
+    """
+
+    def __init__(self, params: Sequence[Tensor]):
+        self._parts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for index, p in enumerate(params):
+            if groups := _sharded_over(p):
+                self._parts.setdefault(groups, []).append(index)
+
+    def __call__(self, norms_sq: Tensor) -> Tensor:
+        """Sums over the ranks that hold other shards; replicas are counted once. A collective.
+
+        Args:
+            norms_sq: ``[parameters]``, fp32.
+        """
+        norms_sq = norms_sq.clone()
+        for groups, indices in self._parts.items():
+            part = norms_sq[indices].double()
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            norms_sq[indices] = part.float()
+        return norms_sq
+
+
+def _sharded_over(p: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not is_sharded(p):
+        return ()
+    mesh = p.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(p.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )

@@ -1,0 +1,74 @@
+"""This rank's part of a tensor that is sharded over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..formats import Origin
+from .slot import Slot
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor. Its class is not imported: that takes longer than all of this package."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in the same memory; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # with gradients on, a new view that autograd tracks
+        return tensor.to_local()
+
+
+def local_slot(slot: Slot) -> Slot:
+    """The slot of this rank's part of a sharded weight; any other slot itself."""
+    if not is_sharded(slot.weight):
+        return slot
+    weight, known = local(slot.weight), slot.memo.get("local")
+    # FSDP2 moves a shard at its first forward, and when weights are loaded.
+    if known is None or known.weight is not weight:
+        master = None if slot.master is None else local(slot.master)
+        known = replace(slot, weight=weight, states=tuple(map(local, slot.states)), master=master)
+        slot.memo["local"] = known
+    known.norm_sq, known.update_norm_sq = slot.norm_sq, slot.update_norm_sq
+    return known
+
+
+def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """``whole``, which every rank has, as a DTensor placed as ``tensor`` is; nothing is communicated."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = whole.to(tensor.device)
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def origin_of(name: str, tensor: Tensor) -> Origin:
+    """The place of this rank's part in the whole weight, which decides its random bits.
+
+    Raises:
+        NotImplementedError: a part that is not whole rows or whole columns of a matrix.
+    """
+    sharded = (
+        []
+        if not is_sharded(tensor)
+        else [(mesh_dim, placement.dim) for mesh_dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    )
+    if not sharded:
+        return Origin(name)
+    (mesh_dim, dim), *others = sharded
+    last = tensor.dim() - 1
+    if others or dim not in (0, last):
+        raise NotImplementedError(
+            f"{name}: stochastic rounding of a weight placed as {tensor.placements} is not built yet; shard its first "
+            "dimension over one mesh dimension, or use recipe='fp32-master'"
+        )
+    mesh = tensor.device_mesh
+    offset = min(mesh.get_local_rank(mesh_dim) * -(-tensor.shape[dim] // mesh.size(mesh_dim)), tensor.shape[dim])
+    columns = None if local(tensor).numel() else 1
+    if dim == last:
+        return Origin(name, column=offset, columns=columns)
+    return Origin(name, row=offset * tensor.shape[1:-1].numel(), columns=columns)

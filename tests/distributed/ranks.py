@@ -1,0 +1,100 @@
+"""Starts gloo processes on the CPU and runs functions of a test module in them."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _process(rank: int, world: int, folder: str, inside: Callable, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    try:
+        with inside():
+            torch.save(function(*args), f"{folder}/result{rank}")
+    except BaseException:
+        Path(f"{folder}/error{rank}").write_text(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run(
+    world: int,
+    function: Callable,
+    *args: Any,
+    inside: Callable[[], AbstractContextManager] = nullcontext,
+) -> list[Any]:
+    """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
+
+    Args:
+        function: a function of a test module; what it returns must be loadable by ``torch.load``.
+        inside: makes the context that it runs in.
+    """
+    with TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_process, (world, folder, inside, function, args), nprocs=world)
+        except Exception as failure:
+            told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
+            raise AssertionError(told or str(failure)) from None
+        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
+
+
+class Workers:
+    """Functions of a test module that share one start of the processes, which costs more than they do.
+
+    >>> workers = Workers()
+    >>> @workers
+    ... def _losses(): ...
+    >>> workers.results(2)["_losses"]  # what each rank returned
+    """
+
+    inside: Callable[[], AbstractContextManager] = nullcontext
+
+    def __init__(self) -> None:
+        self.functions: list[Callable] = []
+
+    def __call__(self, function: Callable) -> Callable:
+        self.functions.append(function)
+        return function
+
+    def results(self, world: int) -> Results:
+        names = [function.__name__ for function in self.functions]
+        return Results(run(world, _each, names, self.functions, inside=self.inside))
+
+
+def _each(names: list[str], functions: list[Callable]) -> dict[str, tuple[bool, Any]]:
+    found = {}
+    for name, function in zip(names, functions, strict=True):
+        try:
+            found[name] = (True, function())
+        except (Exception, pytest.fail.Exception):
+            found[name] = (False, traceback.format_exc())
+        gc.collect()  # what a test leaves behind must not own weights in the next
+    return found
+
+
+class Results:
+    """Raises where a worker raised."""
+
+    def __init__(self, ranks: list[dict[str, tuple[bool, Any]]]):
+        self._ranks = ranks
+
+    def __getitem__(self, name: str) -> list[Any]:
+        failures = [told for succeeded, told in (rank[name] for rank in self._ranks) if not succeeded]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [rank[name][1] for rank in self._ranks]
