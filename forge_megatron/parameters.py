@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forge_megatron.formats import FORMAT_KEYS
 from forge_megatron.groups import rule_of
-from forge_megatron.kernels import Slot, local
+from forge_megatron.kernels import LateNorms, Slot, local, settle
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
@@ -63,6 +63,7 @@ class Parameters:
         for p in self.all:
             members.setdefault(p.device, []).append(p)
         self._rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._late_norms: LateNorms = []
         for device, params in members.items():
             counts = [self._rule(p).n_scalars for p in params]
             scalars = torch.zeros(sum(counts), device=device)
@@ -94,6 +95,7 @@ class Parameters:
             self._update_norms_sq.get(p),
             statistics,
             state["step"],
+            self._late_norms,
         )
 
     def without_states(self) -> list[Tensor]:
@@ -119,6 +121,8 @@ class Parameters:
         self._write()
         for norms in (*(norms for _, _, norms in self._tables.values()), *self._update_norms_sq.values()):
             norms.zero_()
+        # Of a window that was broken off.
+        self._late_norms.clear()
         self._refresh_masters()
 
     def follow_schedule(self, updated: str | None) -> None:
@@ -248,6 +252,7 @@ class Parameters:
 
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter, fp32 ``[parameters]``, in the order of the groups, on the first device."""
+        settle(self._late_norms)
         if len(self._tables) == 1:
             ((_, _, norms),) = self._tables.values()
         else:

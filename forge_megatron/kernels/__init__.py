@@ -4,6 +4,7 @@ from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step, wgrad
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
+from .norms import LateNorms, settle
 from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot
 from .softmax import Normaliser, logit_gradient
@@ -11,6 +12,7 @@ from .staged import stacks
 
 __all__ = [
     "FormedRows",
+    "LateNorms",
     "Normaliser",
     "Segment",
     "Slot",
@@ -21,6 +23,7 @@ __all__ = [
     "of_rows",
     "origin_of",
     "resolve_backend",
+    "settle",
     "shard_like",
     "stacks",
     "step",

@@ -78,8 +78,10 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
             weight=slot.weight.detach()[rows],
             states=tuple(state[rows] for state in slot.states),
             master=None if slot.master is None else slot.master[rows],
+            late_norms=None,
         )
     part = slot.memo[key]
+    part.rule = slot.rule
     part.norm_sq = norm_sq
     part.noise = None if slot.noise is None else slot.noise.below(rows.start)
     return part

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .norms import add_up
 from .slot import Segment, Slot
 from .triton_epilogue import step_coordinates
 from .triton_language import compiled_formats, compiled_update, load_scalars
@@ -124,4 +125,4 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
         num_warps=NUM_WARPS,
     )
     if partials is not None:
-        slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
+        add_up(slot.norm_sq, partials, slot.late_norms)

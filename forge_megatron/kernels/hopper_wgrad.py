@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..formats import state_format_of
 from .hopper_config import CONFIGS, Config, choose_config, fit
 from .hopper_kernel import hopper_wgrad_step_kernel
+from .norms import add_up
 from .slot import Segment, Slot
 from .triton_language import TL_DTYPES, compiled_update
 from .triton_wgrad import MAX_SEGMENTS, merge_segments
@@ -86,7 +87,8 @@ def wgrad_step(
     if config is None:
         tokens = sum(dy.shape[0] for dy, _ in segments)
         config = CONFIGS[choose_config(*slot.weight.shape, tokens, slot.element_bytes)]
-    key = (config, len(segments), segments[0][0].dtype, None if multiplier is None else multiplier.data_ptr() % 16)
+    scaled = None if multiplier is None else multiplier.data_ptr() % 16
+    key = (config, slot.rule, slot.norm_sq is None, len(segments), segments[0][0].dtype, scaled)
     launch = slot.memo.get(key)
     if launch is None:
         launch = slot.memo[key] = _Launch(slot, config)
@@ -127,7 +129,7 @@ class _Launch:
         else:
             self.compiled[self.grid](*positional, *self.constants)
         if self.partials is not None:
-            torch.sum(self.partials, 0, out=slot.norm_sq.data)
+            add_up(slot.norm_sq, self.partials, slot.late_norms)
 
 
 def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:
@@ -197,8 +199,17 @@ def fitted(config: Config, slot: Slot) -> Config | None:
 
 
 def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = _shared_layout(rows, columns, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)
+    # Its own checks are those of copyable(), once more at every launch.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=tensor,
+        shape=list(tensor.shape),
+        strides=list(tensor.stride()),
+        block_shape=[rows, columns],
+        layout=_shared_layout(rows, columns, tensor.dtype),
+        padding="zero",
+    )
+    return descriptor
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from ..formats import Noise, StateFormat, state_format, state_format_of
 from ..formats.noise import WORDS
 from ..rules import Rule
 from .lookups import is_lookup
+from .norms import LateNorms
 
 #: ``(dY [T, O], X [T, I])``: the factors of one use of a weight. Any strides; T may be 0. An embedding's
 #: are ``(ids [T], dE [T, I])``, int64 ids for the one-hot rows of dY; see :mod:`.lookups`.
@@ -38,6 +39,7 @@ class Slot:
             None where it is not wanted.
         statistics: fp32 states of a rule with stages that are not weight-shaped, in the rule's order.
         step: count of updates so far, 0-dim fp32 on the CPU; read by projected rules alone.
+        late_norms: where launches leave partial sums for ``norms.settle``; None: they are added up at once.
         memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
             tensors were checked, which kernel takes which operands, descriptors.
     """
@@ -53,6 +55,7 @@ class Slot:
     update_norm_sq: Tensor | None = None
     statistics: tuple[Tensor, ...] = ()
     step: Tensor | None = None
+    late_norms: LateNorms | None = field(default=None, repr=False, compare=False)
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def tensors(self) -> list[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .lookups import Lookups, is_lookup
+from .norms import add_up
 from .slot import Segment, Slot
 from .tiles import choose_tile
 from .triton_epilogue import step_coordinates
@@ -212,7 +213,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             **launch.options,
         )
     if partials is not None:
-        slot.norm_sq.data.copy_(partials.sum(dtype=torch.float64))
+        add_up(slot.norm_sq, partials, slot.late_norms)
 
 
 def wgrad_norm_sq(segments, out: Tensor, accumulator, shape) -> None:
@@ -222,7 +223,7 @@ def wgrad_norm_sq(segments, out: Tensor, accumulator, shape) -> None:
     partials = launch.partials(out.device)
     if launch.grid[0]:
         wgrad_norm_kernel[launch.grid](*launch.operands, partials, rows, columns, **launch.options)
-    out.data.copy_(partials.sum(dtype=torch.float64))
+    add_up(out, partials, None)
 
 
 def wgrad_write(segments, out: Tensor, accumulator: Tensor | None) -> None:
