@@ -30,4 +30,4 @@ def settle(late: LateNorms) -> None:
     for group in devices.values():
         norms, partials = zip(*group, strict=True)
         # The sum of what is not negative is its 1-norm, of which there is one launch for many tensors.
-        torch._foreach_copy_([norm.data for norm in norms], torch._foreach_norm(list(partials), 1))
+        torch._foreach_copy_([norm.data for norm in norms], torch._foreach_norm(list(partials), 1, torch.float64))
