@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
+from forge_megatron.capture import Capturing
 from forge_megatron.coordinator import (
     FullySharded,
     KeepFactors,
@@ -26,14 +27,9 @@ from forge_megatron.linear.ownership import expect_separate_storage, expect_step
 from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.state import load_state, marker, new_state
-from forge_megatron.stepping import Stepping
 
 
-def _not_built(what: str, instead: str):
-    raise NotImplementedError(f"{what} is not built yet; {instead}")
-
-
-class ForgeOptimizer(Stepping):
+class ForgeOptimizer(Capturing):
     """Steps owned weights in the backward that completes their gradients, and the rest in :meth:`step`.
 
     Use :func:`forge_megatron.attach` for a plain model. Parameters that no linear hands over are stepped
@@ -298,9 +294,6 @@ class ForgeOptimizer(Stepping):
         self._ledger.owned.clear()
         self.owned.clear()
         self.reasons = dict.fromkeys(self._parameters.all, "detached")
-
-    def capture(self, step_function) -> None:
-        _not_built("capture()", "run the step eagerly")
 
     # ---- checkpoints
 

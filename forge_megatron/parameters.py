@@ -102,6 +102,10 @@ class Parameters:
         """The parameters that were frozen and are to be stepped now."""
         return [p for p in self.all if p not in self.slots and (p.requires_grad or p.grad is not None)]
 
+    def counters(self) -> list[Tensor]:
+        """What the host counts of every parameter: its updates, and the running numbers of its rule."""
+        return [self._state[p][name] for p in self.slots for name in ("step", *self._rule(p).running)]
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Inside, neither a forward nor a backward reaches any of the parameters."""
@@ -134,7 +138,7 @@ class Parameters:
         Raises:
             RuntimeError: some weights would be stepped with the old ones and others with the new.
         """
-        if self._hyperparameters() == self._written:
+        if self.hyperparameters() == self._written:
             return
         if updated is not None:
             raise RuntimeError(
@@ -143,13 +147,14 @@ class Parameters:
             )
         self._write()
 
-    def _hyperparameters(self) -> list[tuple]:
+    def hyperparameters(self) -> list[tuple]:
+        """Those of each group, as they can be compared."""
         pairs = zip(self._families, self._groups, strict=True)
         return [tuple(_plain(group[name]) for name in ("lr", *family.defaults)) for family, group in pairs]
 
     def _write(self) -> None:
         self._follow_options()
-        self._written = self._hyperparameters()
+        self._written = self.hyperparameters()
         self._after.clear()
         rows: dict[tuple, tuple[float, ...]] = {}
         steps: dict[Tensor, int] = {}

@@ -39,6 +39,9 @@ class Stepping(Reports):
     _gradients: OrdinaryGradients
     _had_gradient: set[Tensor]
     _zeroed: set[Tensor]
+    # Calls of step(), and whether they are made inside a function that is captured.
+    _calls: int = 0
+    _capturing: bool = False
 
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
@@ -68,7 +71,11 @@ class Stepping(Reports):
         Raises:
             RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
         """
+        self._calls += 1
         scaling = self._loss_scale(grad_scaler, closure)
+        if self._capturing and (closure is not None or scaling is not None):
+            what = "step(closure)" if closure is not None else "GradScaler"
+            raise NotImplementedError(f"{what} inside capture(), which replays what the device did; run it eagerly")
         if gradient_multiplier is not None and not self._plan.waits:
             raise RuntimeError("gradient_multiplier= after weights were updated in backward; attach with waiting=True")
         self._skips.settle()

@@ -46,10 +46,12 @@ class Skips:
     Attributes:
         count: steps whose gradient was not finite, as far as they have been read.
         callbacks: called with each :class:`Skip`.
+        held: a step that is being captured is observed by whoever replays it.
     """
 
     def __init__(self):
         self.count = 0
+        self.held = False
         self.callbacks: list[Callable[[Skip], None]] = []
         self._steps = 0
         self._unread: deque[_Unread] = deque()
@@ -66,6 +68,8 @@ class Skips:
             whole: the step was not taken if ``total`` is not finite.
             counts: the step counts that were raised, on the host.
         """
+        if self.held:
+            return
         self._steps += 1
         values = torch.cat([norms.float(), total.float().reshape(1)])
         arrived = None

@@ -9,6 +9,7 @@ from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
+from .uploads import fill_captured
 
 __all__ = [
     "FormedRows",
@@ -17,6 +18,7 @@ __all__ = [
     "Segment",
     "Slot",
     "choose",
+    "fill_captured",
     "is_sharded",
     "local",
     "logit_gradient",

@@ -15,6 +15,7 @@ from .slot import Slot
 from .triton_epilogue import step_coordinates
 from .triton_language import TL_DTYPES, compiled_formats, compiled_update, load_scalars
 from .triton_noise import flat_bits
+from .uploads import is_capturing, upload
 
 #: Elements that one program steps.
 BLOCK = 2048
@@ -23,7 +24,7 @@ NUM_WARPS = 8
 #: Programs whose partial norms are summed side by side.
 LANES = 1024
 
-#: Tables that are kept on the device. A captured step must find its table here.
+#: Tables that are kept on the device.
 MAX_TABLES = 64
 
 _tables: dict[tuple, tuple[Tensor, Tensor]] = {}
@@ -175,20 +176,21 @@ def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tenso
         rows.append((blocks, first, grad.numel(), norm_sq, *addresses))
         first += blocks
     device = slots[0].weight.device
+    if is_capturing(device):
+        # What is forgotten below would still be read by a graph.
+        return _upload(rows, device)
     key = (device, *rows)
     if key not in _tables:
         if len(_tables) >= MAX_TABLES:
             _tables.clear()
-        host = torch.tensor(rows, dtype=torch.int64)
-        owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), host[:, 0])
-        _tables[key] = (_to_device(host, device), _to_device(owners, device))
+        _tables[key] = _upload(rows, device)
     return _tables[key]
 
 
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+def _upload(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    host = torch.tensor(rows, dtype=torch.int64)
+    owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), host[:, 0])
+    return upload(host, device), upload(owners, device)
 
 
 def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:

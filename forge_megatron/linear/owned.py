@@ -112,13 +112,11 @@ class OwnedWeight:
             raise ValueError(f"{name}: another ForgeOptimizer already steps this weight; call its detach() first")
         self.weight = weight
         self.name = name
-        self.ticket = torch.zeros((), device=weight.device, requires_grad=True)
         self.factors = Factors(weight)
         self.slot: Slot | None = None
         self.step: Tensor | None = None
         self._ledger = weakref.ref(ledger)
-        self._ticket_node = get_gradient_edge(self.ticket).node
-        self._weight_node = None
+        self.renew_ticket()
         # Not a WeakSet, whose every iteration costs more than the rest of a pre-flight.
         self._uses: set[weakref.ref[Use]] = set()
         self._shadows = self._replayed = 0
@@ -129,6 +127,12 @@ class OwnedWeight:
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
+
+    def renew_ticket(self) -> None:
+        """Makes the ticket's and the weight's nodes anew: autograd runs a leaf's on the stream that made it."""
+        self.ticket = torch.zeros((), device=self.weight.device, requires_grad=True)
+        self._ticket_node = get_gradient_edge(self.ticket).node
+        self._weight_node = None
 
     def clear(self) -> None:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""

@@ -22,6 +22,7 @@ ORDER = [
     "forge_megatron.reports",
     "forge_megatron.state",
     "forge_megatron.stepping",
+    "forge_megatron.capture",
     "forge_megatron.optimizer",
     "forge_megatron.attach",
     "forge_megatron",

@@ -1,6 +1,5 @@
 """Whatever of the public surface is not built is refused by name, never ignored."""
 
-import inspect
 import subprocess
 import sys
 
@@ -59,14 +58,6 @@ def test_a_value_without_a_meaning(options, error, match):
     with pytest.raises(error, match=match):
         forge.attach(model, **options)
     assert [type(module) for module in model] == [nn.Linear, nn.Tanh, nn.Linear]
-
-
-@pytest.mark.parametrize("name", ["capture"])
-def test_a_method_that_is_not_built(name):
-    optimizer = forge.attach(mlp(6, 8, 4), lr=1e-3)
-    method = getattr(optimizer, name)
-    with pytest.raises(NotImplementedError, match=rf"{name}\(\) is not built"):
-        method(*[None] * len(inspect.signature(method).parameters))
 
 
 def test_a_parameter_that_is_a_view_of_another_is_refused():  # field log row 30
