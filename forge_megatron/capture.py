@@ -91,7 +91,7 @@ class Capturing(Stepping):
 
         Args:
             step_function: of tensors on the parameters' device, at any depth of tuples, lists and dicts, and of
-                constants that a new recording is made for; returns tensors or None.
+                constants, for each of which a new recording is made; returns tensors or None.
             warmup: calls that run as they are.
 
         Returns:
@@ -99,12 +99,15 @@ class Capturing(Stepping):
 
         Raises:
             ValueError: parameters that are not all on one CUDA device.
-            NotImplementedError: hooks on ``step()``.
+            NotImplementedError: hooks on ``step()``, or a rule that decides on the host (GaLore, APOLLO).
         """
         if self._graphs is None:
             self._graphs = graphs_for({label: p.device for p, label in self.names.items()})
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError("capture() with hooks on step(), which a replay would not call; remove them")
+        for label, rule in self._parameters.rules_by_label():
+            if rule.stages is not None and rule.stages.projection is not None:
+                raise NotImplementedError(f"{label}: {rule.name} counts its projections on the host; run it eagerly")
         if warmup < 1:
             raise ValueError(f"warmup={warmup!r}; kernels are compiled in a call that is not captured, give at least 1")
         self._ledger.expect_nothing_pending("capture a step")
@@ -200,8 +203,9 @@ class Captured:
                 leaf = (leaf.shape, leaf.dtype, leaf.requires_grad)
             described.append(leaf)
         trained = tuple(p.requires_grad for p in parameters)
+        rules = tuple(rule for _, rule in self._optimizer._parameters.rules_by_label())
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        key = (str(structure), *described, trained, autocast)
+        key = (str(structure), *described, trained, rules, autocast)
         try:
             hash(key)
         except TypeError as error:

@@ -102,6 +102,11 @@ class Parameters:
         """The parameters that were frozen and are to be stepped now."""
         return [p for p in self.all if p not in self.slots and (p.requires_grad or p.grad is not None)]
 
+    def rules_by_label(self) -> list[tuple[str, Rule]]:
+        """The name of each group's first parameter, and the rule that the group's hyperparameters ask for now."""
+        pairs = zip(self._families, self._groups, strict=True)
+        return [(self.labels[group["params"][0]], rule.variant(group)) for rule, group in pairs if group["params"]]
+
     def counters(self) -> list[Tensor]:
         """What the host counts of every parameter: its updates, and the running numbers of its rule."""
         return [self._state[p][name] for p in self.slots for name in ("step", *self._rule(p).running)]

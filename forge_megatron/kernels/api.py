@@ -52,7 +52,8 @@ def wgrad_step(
     check_slot(slot)
     check_multiplier(slot.name, multiplier, slot.weight.device)
     if is_blocked(segments):
-        _step_blocks(slot, segments, accumulator, multiplier, backend)
+        with measured((slot,)):
+            _step_blocks(slot, segments, accumulator, multiplier, backend)
         return
     chosen = _checked_choice(slot, segments, accumulator, backend)
     with measured((slot,)):
@@ -218,11 +219,10 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
     rows = slot.weight.shape[0]
     if slot.rule.regime != "fused":
         # Its update reads more than its own rows.
-        whole = (
-            torch.zeros(slot.weight.shape, device=slot.weight.device) if accumulator is None else accumulator.float()
-        )
+        whole = torch.zeros(slot.weight.shape, device=slot.weight.device)
+        whole = whole if accumulator is None else whole.add_(accumulator)
         wgrad_accumulate(segments, whole, backend=backend)
-        wgrad_step(slot, [], accumulator=whole, multiplier=multiplier, backend=backend)
+        regimes.wgrad_step(slot, [], whole, multiplier, backend)
         return
     norms = []
     for part, factors in row_blocks(segments, rows):

@@ -79,6 +79,7 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
             states=tuple(state[rows] for state in slot.states),
             master=None if slot.master is None else slot.master[rows],
             late_norms=None,
+            update_norm_sq=None,
         )
     part = slot.memo[key]
     part.rule = slot.rule

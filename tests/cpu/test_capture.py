@@ -152,6 +152,20 @@ def test_another_shape_and_another_set_of_trained_weights_are_recorded_anew():
     assert recorded == [0, 1, 1, 2, 2, 2, 3, 3]
 
 
+def test_a_hyperparameter_that_selects_other_arithmetic_is_recorded_anew():
+    pair = Pair(mlp(6, 8, 4), rule="sgd", momentum=0.9, nesterov=False)
+    step = pair.optimizer.capture(stepping(pair.model, pair.optimizer), warmup=1)
+    for index in range(6):
+        for _, optimizer in pair.sides():
+            optimizer.param_groups[0]["nesterov"] = index >= 3
+        x = batch(5, 6, seed=index)
+        step(x)
+        pair.twin(x).square().mean().backward()
+        pair.oracle.step()
+        pair.oracle.zero_grad()
+    pair.expect_equal()
+
+
 def test_a_checkpoint_is_loaded_between_replays_and_eager_steps_lie_between():
     pair = Pair(mlp(6, 8, 4))
     eager = stepping(pair.model, pair.optimizer)
@@ -300,6 +314,10 @@ def test_refused_by_name(monkeypatch):
         optimizer.capture(stepping(model, optimizer))
     optimizer.step()
     optimizer.zero_grad()
+    projected = forge.attach(mlp(6, 4), "galore", lr=1e-2, rank=2)
+    projected._graphs = Replayer(projected)
+    with pytest.raises(NotImplementedError, match=r"0\.weight: galore counts its projections on the host"):
+        projected.capture(stepping(model, projected))
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(NotImplementedError, match=r"hooks on step\(\)"):
         optimizer.capture(stepping(model, optimizer))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import forge_megatron as forge
 from forge_megatron.vocab import linear_cross_entropy, logits
 from tests.cpu.training import Pair, backends
 
@@ -73,6 +74,22 @@ def test_waiting(backend, head, options):
     pair.expect_equal()
     if "clip" in options:
         torch.testing.assert_close(pair.optimizer.grad_norm, pair.twin_norm, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 9])
+@pytest.mark.parametrize("rule", ["lamb", "adafactor"])
+def test_rules_that_read_more_than_their_coordinate(rule, accumulation_steps):
+    """By blocks of rows as from whole logits, and from factors that outgrew the gradient."""
+    models = [Tied(), Tied()]
+    for model, head in zip(models, (fused, whole), strict=True):
+        optimizer = forge.attach(model, rule, lr=1e-2, accumulation_steps=accumulation_steps)
+        for _ in range(2):
+            for shift in range(accumulation_steps):
+                head(model, (IDS + shift) % 37).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 @HEADS

@@ -83,7 +83,7 @@ def test_ten_steps_have_the_bits_of_eager_ones(dtype, options, tied):  # field l
             differing = (captured[name] != value).sum().item()
             what = "warm-up" if index < 3 else "capture" if index == 3 else "replay"
             assert torch.equal(captured[name], value), (
-                f"step {index + 1} ({what}): {name} differs from eager in {differing} of {value.numel()} values by {gap}"
+                f"step {index + 1} ({what}): {name} differs from eager in {differing} of {value.numel()} by {gap}"
             )
 
 
