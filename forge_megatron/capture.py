@@ -99,12 +99,15 @@ class Capturing(Stepping):
 
         Raises:
             ValueError: parameters that are not all on one CUDA device.
-            NotImplementedError: hooks on ``step()``, or a rule that decides on the host (GaLore, APOLLO).
+            NotImplementedError: hooks on ``step()``, weights that ``fully_shard`` has sharded, or a rule that
+                decides on the host (GaLore, APOLLO).
         """
         if self._graphs is None:
             self._graphs = graphs_for({label: p.device for p, label in self.names.items()})
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError("capture() with hooks on step(), which a replay would not call; remove them")
+        if self._shards.group_of:
+            raise NotImplementedError("capture() of weights that fully_shard has sharded is not built; run it eagerly")
         for label, rule in self._parameters.rules_by_label():
             if rule.stages is not None and rule.stages.projection is not None:
                 raise NotImplementedError(f"{label}: {rule.name} counts its projections on the host; run it eagerly")
