@@ -6,16 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracles
 import pytest
 
 from forge_megatron.kernels import backend
 from forge_megatron.kernels.hopper_config import CONFIGS
 
 
-def run(script, tmp_path_factory):
+def run(script, tmp_path_factory, *arguments):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    script = Path(__file__).with_name(script)
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -53,14 +54,40 @@ def test_aligned_16_bit_launches_use_the_tensor_cores_and_store_vectors(compiled
     assert all(entry["vector_stores"] for entry in whole)
 
 
-def test_the_hopper_kernel_compiles_and_keeps_everything_in_registers(tmp_path_factory, monkeypatch):
+def expect_gluon(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(backend, "_triton_version", backend._triton_version.__wrapped__)
     if not backend.has_gluon():
         pytest.skip("NOT RUN: this Triton's Gluon does not compile the Hopper kernel")
+
+
+def test_the_hopper_kernel_compiles_and_keeps_everything_in_registers(tmp_path_factory, monkeypatch):
+    expect_gluon(monkeypatch)
     compiled = run("compile_hopper.py", tmp_path_factory)
     assert {entry["config"] for entry in compiled} == set(CONFIGS)
     assert len(compiled) == 6 + 2 * (len(CONFIGS) - 1)
     assert all(entry["wgmma"] for entry in compiled)
     assert not [entry for entry in compiled if entry["spilled_bytes"]]
     assert max(entry["shared_bytes"] for entry in compiled) <= 232_448
+
+
+def rules_compiled(kernel, tmp_path_factory):
+    compiled = {entry["form"]: entry for entry in run("compile_rules.py", tmp_path_factory, kernel)}
+    # Forms that differ in the values of their scalars share a launch.
+    assert compiled.keys() == oracles.FORMS.keys() - {"momentum-nesterov", "nadam-decoupled", "radam-decoupled"}
+    assert all(entry["wgmma"] for entry in compiled.values())
+    return {form: entry["spilled_bytes"] for form, entry in compiled.items() if entry["spilled_bytes"]}
+
+
+def test_every_rule_compiles_for_sm_90(tmp_path_factory):
+    """Three states beside the gradient are a few registers too many."""
+    spilled = rules_compiled("portable", tmp_path_factory)
+    assert spilled.keys() <= {"adam-amsgrad", "adamw-amsgrad", "rmsprop-both"}
+    assert max(spilled.values(), default=0) <= 48
+
+
+def test_every_rule_compiles_in_the_hopper_kernel(tmp_path_factory, monkeypatch):
+    expect_gluon(monkeypatch)
+    spilled = rules_compiled("hopper", tmp_path_factory)
+    assert spilled.keys() <= {"adamw", "adamw-amsgrad", "rmsprop-both"}
+    assert max(spilled.values(), default=0) <= 16

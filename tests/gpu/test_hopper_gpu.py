@@ -74,6 +74,15 @@ def test_a_cublas_step_equals_fp64(case):
     kernel_cases.assert_right(case, kernel_cases.step_errors(case, "cublas", "cuda"))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("state", "master"), [(BF16, False), (FP32, True)])
+@pytest.mark.parametrize("form", oracles.FORMS)
+def test_a_step_of_every_rule_equals_fp64(form, state, master, backend):
+    # Few tokens: at a sign that changes within a sum's rounding, Lion's step would turn round.
+    case = Case((136, 1032), (17,), BF16, state, master, rule=form)
+    kernel_cases.assert_right(case, kernel_cases.step_errors(case, backend, "cuda"))
+
+
 def inside(tensor, fill):
     """The same values in a larger buffer of ``fill``, whose rows stay 16-byte aligned; and that buffer."""
     rows, columns = tensor.shape
