@@ -61,6 +61,8 @@ ELEMENTWISE = [
     ("fp16-master", 4096),
     ("fp16-master", 4097),
 ]
+#: Rules whose stages are compiled: every kind of epilogue and of apply.
+STAGED = ("muon", "lamb", "lars")
 
 
 class Hopper:
@@ -146,6 +148,17 @@ def main() -> None:
     for storage in ("bf16", "bf16-noise"):
         label = f"{storage} dense"
         cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
+    for name in STAGED:
+        label = f"stage of {name}"
+        staged = get(name).variant(get(name).resolve({"lr": 1.0}))
+        for stage, weight in ((staged.stages.epilogue, FP32), (staged.stages.apply, BF16)):
+            states = tuple(torch.zeros(2048, 2048, dtype=BF16) for _ in stage.states)
+            scalars, norm = torch.zeros(stage.n_scalars), torch.zeros(())
+            half = Slot(stage, torch.zeros(2048, 2048, dtype=weight), states, scalars, norm_sq=norm)
+            if stage is staged.stages.apply:
+                triton_step.step([half], [torch.zeros(2048, 2048)], None)
+            else:
+                triton_wgrad.wgrad_step(half, [(torch.zeros(512, 2048, dtype=BF16),) * 2], None, torch.zeros(()))
     label = "head"
     normaliser = softmax.Normaliser(torch.zeros(64, dtype=torch.int64), "triton")
     block, bias = torch.zeros(64, 4096), torch.zeros(4096, dtype=BF16)

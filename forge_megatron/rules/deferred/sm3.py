@@ -49,8 +49,8 @@ def update(u, w, states, h):
 
 def direct(u, w, states, statistics, h, keeps_largest):
     beta, eps, sign = h[:3]
-    least = functools.reduce(torch.minimum, statistics)
-    v = torch.addcmul(least * beta, u.square(), 1.0 - beta) if keeps_largest else torch.addcmul(least, u, u)
+    least = functools.reduce(torch.minimum, statistics[1:], statistics[0].clone())
+    v = least.mul_(beta).addcmul_(u.square(), 1.0 - beta) if keeps_largest else least.addcmul_(u, u)
     new = []
     for index, accumulator in enumerate(statistics):
         others = [dim for dim in range(v.dim()) if dim != index]
