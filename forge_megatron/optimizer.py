@@ -242,6 +242,7 @@ class ForgeOptimizer(Capturing):
         self._parameters.reopen_window()
         self._had_gradient = set() if set_to_none else held
         self._zeroed = set(self._had_gradient)
+        self._limit = self._measured_after = None
         super().zero_grad(set_to_none)
 
     def rollback(self, *, accept: bool = False) -> None:
@@ -262,6 +263,7 @@ class ForgeOptimizer(Capturing):
         self._gradients.close_window()
         self._had_gradient.clear()
         self._zeroed.clear()
+        self._limit = self._measured_after = None
         self._parameters.advance_running()
         self._parameters.reopen_window()
         for book in self._books:

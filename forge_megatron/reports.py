@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from forge_megatron.coordinator import Skip, Skips
+from forge_megatron.coordinator import Plan, Skip, Skips
 from forge_megatron.coverage import Coverage, cover
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.parameters import Parameters
@@ -25,6 +25,7 @@ class Reports(torch.optim.Optimizer):
     owned: dict[Tensor, OwnedWeight]
     reasons: dict[Tensor, str]
     _parameters: Parameters
+    _plan: Plan
     _skips: Skips
     _grad_norm: Tensor
     _update_norms: dict[str, Tensor]
@@ -82,6 +83,11 @@ class Reports(torch.optim.Optimizer):
         Of the fp32 master where there is one, and of this rank's part of the weight; 0 where nothing was stepped.
         """
         return self._parameters.update_norms() or dict(self._update_norms)
+
+    @property
+    def skips_whole_steps(self) -> bool:
+        """``skip="atomic"``."""
+        return self._plan.atomic
 
     @property
     def skipped_steps(self) -> int:

@@ -17,7 +17,7 @@ from forge_megatron.coordinator import (
     global_norm,
     loss_scale,
 )
-from forge_megatron.coordinator.plan import Plan
+from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.linear import Ledger
 from forge_megatron.reports import Reports
 
@@ -37,6 +37,9 @@ class Stepping(Reports):
     _ledger: Ledger
     _shards: FullySharded
     _gradients: OrdinaryGradients
+    # What clip_grad_norm_ asked of this window; what there was of it when its norms were measured.
+    _limit: float | None = None
+    _measured_after: tuple | None = None
     _had_gradient: set[Tensor]
     _zeroed: set[Tensor]
     # Calls of step(), and whether they are made inside a function that is captured.
@@ -100,6 +103,7 @@ class Stepping(Reports):
             counts = pending.apply(decision, self.state)
             self._parameters.advance_running()
         self._report(decision, counts)
+        self._limit = self._measured_after = None
         self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
         for book in self._books:
             book.close_window()
@@ -140,15 +144,15 @@ class Stepping(Reports):
         if gradient_multiplier is not None:
             scale = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=device)
         atomic = self._plan.atomic or scaling is not None
-        if self._plan.clip_grad_norm is None and not atomic:
+        if self._limit is None and self._plan.clip_grad_norm is None and not atomic:
             return Decision(scale, scale=scale)
-        pending.measure()
+        self._measure(pending)
         decision = decide(
             self._parameters.norms_sq(),
             self.reduce_norm_sq,
             late_scale=scale,
             inverse_loss_scale=None if scaling is None else scaling.inverse.to(device),
-            limit=self._plan.clip_grad_norm,
+            limit=self._limit or self._plan.clip_grad_norm,
             each=self._plan.clip_each,
             atomic=atomic,
             found_inf=None if scaling is None else scaling.found_inf,
@@ -156,6 +160,45 @@ class Stepping(Reports):
         if scaling is not None:
             scaling.report(decision.skipped)
         return decision
+
+    def _measure(self, pending: Pending) -> None:
+        """Σ g² of everything pending; owned weights that no backward has reached since are not measured again."""
+        grads = [owned.weight.grad for owned in pending.waiting if owned.weight.grad is not None]
+        so_far = self._ledger.task_count, [(id(grad), grad._version) for grad in grads]
+        pending.measure(ordinary_only=self._measured_after == so_far)
+        self._measured_after = so_far
+
+    def clip_grad_norm_(self, max_norm: float | None, *, loss_scale: Tensor | None = None) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` is to ``.grad``, for all of this optimizer's gradients.
+
+        The norm is measured now; the update that follows in ``step()`` uses it. ``attach(clip_grad_norm=...)`` does
+        the same at every step by itself.
+
+        Args:
+            max_norm: largest global norm of this window; None: only measure.
+            loss_scale: what the loss was multiplied by, 0-dim.
+
+        Returns:
+            The norm before clipping, without the loss scale, 0-dim fp32.
+
+        Raises:
+            ValueError: a norm without a meaning, or another than ``attach`` was given.
+            RuntimeError: weights have been updated inside backward already.
+        """
+        limit = plan(clip_grad_norm=max_norm).clip_grad_norm
+        if limit is not None and not self._plan.waits:
+            raise RuntimeError(
+                "clip_grad_norm_ after weights were updated in backward; attach with clip_grad_norm= or waiting=True"
+            )
+        if limit is not None and self._plan.clip_grad_norm not in (None, limit):
+            raise ValueError(
+                f"clip_grad_norm_({max_norm}), but attach was given clip_grad_norm={self._plan.clip_grad_norm}; clip "
+                "in one of the two places"
+            )
+        norms_sq = self.norms_sq()
+        self._limit = limit
+        scale = None if loss_scale is None else (1.0 / loss_scale.double()).float().to(norms_sq.device)
+        return global_norm(norms_sq, self.reduce_norm_sq, scale)
 
     def _report(self, decision: Decision, counts: list[Tensor]) -> None:
         norms_sq = self._parameters.norms_sq()
@@ -175,5 +218,5 @@ class Stepping(Reports):
         self.before_updates()
         pending = self._pending()
         with torch.no_grad():
-            pending.measure()
+            self._measure(pending)
             return self._parameters.norms_sq()

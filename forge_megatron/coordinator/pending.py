@@ -30,9 +30,13 @@ class Pending:
     place: Mapping[Tensor, int]
     backend: str
 
-    def measure(self) -> None:
-        """Writes Σ g² of every pending gradient to its slot; no gradient of a linear is formed whole."""
-        for owned in self.waiting:
+    def measure(self, *, ordinary_only: bool = False) -> None:
+        """Writes Σ g² of every pending gradient to its slot; no gradient of a linear is formed whole.
+
+        Args:
+            ordinary_only: owned weights have been measured.
+        """
+        for owned in () if ordinary_only else self.waiting:
             kernels.wgrad_norm_sq(
                 owned.factors.segments,
                 owned.slot.norm_sq,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
+from forge_megatron import kernels
 from tests.cpu.training import Pair, backends, batch, mean_square, mlp
 
 
@@ -129,3 +130,48 @@ def test_coverage_shows_how_each_weight_waited():
     assert narrow.waits_as == "accumulator"
     assert narrow.waiting_bytes <= 2 * 64 * 4 * 4 + 8 * 68 * 4
     assert "factors, at most 12,288 bytes" in str(optimizer.coverage)
+
+
+@backends
+def test_clip_grad_norm_of_one_window(backend):
+    """As torch's function between backward and step: this window alone, and a backward after it is seen."""
+    pair = Pair(mlp(6, 8, 4), backend=backend, waiting=True, accumulation_steps=None)
+    for limit, more in ((0.05, False), (None, False), (0.02, True)):
+        pair.backward(mean_square(batch(5, 6)))
+        norm = pair.optimizer.clip_grad_norm_(limit)
+        theirs = nn.utils.get_total_norm([p.grad for p in pair.twin.parameters()])
+        torch.testing.assert_close(norm, theirs, rtol=1e-5, atol=0)
+        if more:
+            pair.backward(mean_square(batch(5, 6, seed=1)))
+        if limit is not None:
+            nn.utils.clip_grad_norm_(pair.twin.parameters(), limit)
+        pair.close()
+    pair.expect_equal()
+
+
+def test_the_norm_of_a_window_is_measured_once(monkeypatch):
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-3, waiting=True)
+    measured, measure = [], kernels.wgrad_norm_sq
+    monkeypatch.setattr(kernels, "wgrad_norm_sq", lambda *a, **k: (measured.append(1), measure(*a, **k)))
+    model(batch(5, 6)).square().mean().backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "error", "match"),
+    [
+        ({"waiting": True}, 0.0, ValueError, "clip_grad_norm=0.0"),
+        ({"waiting": True}, "1", ValueError, "clip_grad_norm='1'"),
+        ({"clip_grad_norm": 1.0}, 0.5, ValueError, "attach was given clip_grad_norm=1.0"),
+        ({}, 0.5, RuntimeError, "updated in backward"),
+    ],
+)
+def test_a_clip_without_a_meaning(options, limit, error, match):
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-3, **options)
+    model(batch(5, 6)).square().mean().backward()
+    with pytest.raises(error, match=match):
+        optimizer.clip_grad_norm_(limit)

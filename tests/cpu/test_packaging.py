@@ -12,7 +12,17 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ["triton", "megatron", "omegaconf", "rich", "transformers", "tensorboard", "numpy.testing", "matplotlib"]
+HEAVY = [
+    "triton",
+    "megatron",
+    "omegaconf",
+    "rich",
+    "transformers",
+    "accelerate",
+    "tensorboard",
+    "numpy.testing",
+    "matplotlib",
+]
 
 
 def setup_arguments() -> dict:

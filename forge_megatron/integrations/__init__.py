@@ -1,0 +1,1 @@
+"""Trainers of others. Nothing here is imported by ``import forge_megatron``."""

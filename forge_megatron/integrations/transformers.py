@@ -1,0 +1,64 @@
+"""Hugging Face Trainer: one line between construction and training, ``attach(trainer)``."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Trainer
+
+from forge_megatron.attach import attach as attach_model
+from forge_megatron.integrations.accelerate import connect
+from forge_megatron.optimizer import ForgeOptimizer
+
+
+def attach(trainer: Trainer, **options) -> ForgeOptimizer:
+    """Gives ``trainer`` a :class:`ForgeOptimizer` in the place of the AdamW that it would make.
+
+    Learning rate, betas, epsilon, weight decay (which spares biases and norms), clipping, accumulation, scheduler,
+    fp16 or bf16, gradient checkpointing and resuming follow the ``TrainingArguments``. Weights are updated inside
+    backward where nothing asks them to wait: ``max_grad_norm=0``, ``gradient_accumulation_steps=1`` and no fp16.
+
+    Args:
+        trainer: not yet trained, without an optimizer of its own.
+        options: of :func:`forge_megatron.attach` beyond those that the arguments give (``recipe``, ``skip`` ...).
+
+    Returns:
+        The optimizer, which is ``trainer.optimizer`` from now on.
+
+    Raises:
+        RuntimeError: the trainer has an optimizer already.
+        NotImplementedError: another optimizer than AdamW is asked for; several processes or devices.
+    """
+    args = trainer.args
+    if trainer.optimizer is not None:
+        raise RuntimeError("the trainer has an optimizer already; attach before train(), without optimizers=")
+    if args.world_size > 1 or args.n_gpu > 1 or trainer.accelerator.num_processes > 1:
+        raise NotImplementedError(
+            f"a Trainer on {max(args.world_size, args.n_gpu)} devices wraps the model in data parallelism, which is "
+            "not built yet; train on one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    cls, hyperparameters = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    if cls is not torch.optim.AdamW or trainer.optimizer_cls_and_kwargs is not None:
+        raise NotImplementedError(f"optim={args.optim!r}: FORGE's rule here is AdamW; use optim='adamw_torch'")
+    for implementation in ("fused", "foreach"):
+        hyperparameters.pop(implementation, None)
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    waits = args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1 or args.fp16
+    trainer.optimizer = attach_model(
+        trainer.model,
+        "adamw",
+        groups,
+        **{
+            **hyperparameters,
+            "waiting": waits,
+            # The Trainer counts: its last window is shorter.
+            "accumulation_steps": None if args.gradient_accumulation_steps > 1 else 1,
+            **options,
+        },
+    )
+    connect(trainer.accelerator)
+    return trainer.optimizer
