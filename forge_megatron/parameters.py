@@ -222,16 +222,7 @@ class Parameters:
         self._after.clear()
 
     def measure_updates(self, wanted: bool) -> None:
-        """From now on, every step of a parameter writes how far it moved the weight, or no longer does.
-
-        Raises:
-            NotImplementedError: a rule whose weight update is not made by the launch that is measured.
-        """
-        for p in self.all if wanted else ():
-            if self._rule(p).regime != "fused":
-                raise NotImplementedError(
-                    f"{self.labels[p]}: update norms of {self._rule(p).name} are not built yet; compare weights"
-                )
+        """From now on, every step of a parameter writes how far it moved the weight, or no longer does."""
         self._update_norms_sq = {p: torch.zeros((), device=p.device) for p in self.all} if wanted else {}
         for p, slot in self.slots.items():
             slot.update_norm_sq = self._update_norms_sq.get(p)

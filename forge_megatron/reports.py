@@ -65,9 +65,6 @@ class Reports(torch.optim.Optimizer):
         """Inside, every step measures how far it moves each weight, for :attr:`update_norms`.
 
         A launch then keeps one copy of the weight that it steps and reads both again; outside it costs nothing.
-
-        Raises:
-            NotImplementedError: a rule whose weight update is a launch of its own.
         """
         self._parameters.measure_updates(True)
         try:

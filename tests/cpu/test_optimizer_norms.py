@@ -67,6 +67,19 @@ def test_update_norms_by_name(backend, options):
     pair.expect_equal(atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["lamb", "muon", "adafactor"])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_update_norms_of_rules_in_stages(rule, waiting):
+    model = nn.Sequential(*mlp(16, 16, 16, bias=False))
+    optimizer = forge.attach(model, rule, lr=0.1, waiting=waiting)
+    before = [p.detach().double() for p in model.parameters()]
+    with optimizer.measuring_updates():
+        model(batch(5, 16)).square().mean().backward()
+        optimizer.step()
+    moved = [(p.double() - old).norm().item() for p, old in zip(model.parameters(), before, strict=True)]
+    expect_norms(optimizer.update_norms, dict(zip(optimizer.names.values(), moved, strict=True)), rtol=1e-4)
+
+
 def test_an_update_below_the_weights_own_rounding_has_a_norm():
     """bf16 weights with an fp32 master: the step is seen although the weight has not moved."""
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)

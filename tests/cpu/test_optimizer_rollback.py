@@ -144,14 +144,14 @@ def test_a_step_that_is_interrupted_is_not_repeated(monkeypatch):
     optimizer = forge.attach(model, lr=1e-2, skip="atomic")
     model(batch(5, 6)).square().mean().backward()
     with monkeypatch.context() as patch:
-        step = kernels.wgrad_step
+        step = kernels.wgrad_steps
 
-        def interrupted(slot, *args, **kwargs):
-            if slot.name == "2.weight":
+        def interrupted(slots, *args, **kwargs):
+            if slots[0].name == "2.weight":
                 raise KeyboardInterrupt
-            step(slot, *args, **kwargs)
+            step(slots, *args, **kwargs)
 
-        patch.setattr(kernels, "wgrad_step", interrupted)
+        patch.setattr(kernels, "wgrad_steps", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     before = snapshot(model, optimizer)

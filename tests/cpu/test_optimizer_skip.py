@@ -69,6 +69,23 @@ def test_an_atomic_skip_leaves_every_bit(backend, bad, layer, options):  # field
         pair.expect_equal()
 
 
+@pytest.mark.parametrize("rule", ["nadam", "lamb", "muon", "adafactor", "galore"])
+def test_a_rule_that_reads_more_than_its_coordinate_is_skipped_whole(rule):
+    """No multiplier of NaN would leave its row, layer or running number as it was: the host asks first."""
+    model = mlp(16, 16, 16, bias=False)
+    optimizer = forge.attach(model, rule, lr=1e-2, skip="atomic")
+    for layer in (None, 0, None):
+        before = snapshot(model, optimizer)
+        poisoned(model, batch(5, 16), -1 if layer is None else layer, math.nan).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if layer is not None:
+            expect_bit_equal(before, snapshot(model, optimizer))
+    assert optimizer.skipped_steps == 1
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 @backends
 @pytest.mark.parametrize("bad", [0, 2], ids=["first", "last"])
 def test_one_bad_micro_batch_skips_the_window(backend, bad):
