@@ -26,7 +26,7 @@ from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
 from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
-from forge_megatron.state import load_state, marker, new_state
+from forge_megatron.state import exported, load_state, marker, new_state
 
 
 class ForgeOptimizer(Capturing):
@@ -309,6 +309,10 @@ class ForgeOptimizer(Capturing):
         state_dict["forge"] = marker(self)
         return state_dict
 
+    def exported_state(self, p: Tensor) -> dict[str, Tensor]:
+        """The states of ``p`` for another optimizer's checkpoint, see :func:`~forge_megatron.state.exported`."""
+        return exported(self._parameters.slots[p], self.state[p])
+
     def load_state_dict(self, state_dict: dict, *, convert: bool = False) -> None:
         """Restores states bit for bit; reads a ``torch.optim`` checkpoint of the same rule too.
 
@@ -316,7 +320,7 @@ class ForgeOptimizer(Capturing):
 
         Args:
             state_dict: from :meth:`state_dict`, or ``torch.optim.AdamW.state_dict()``.
-            convert: allow a state of another dtype to be converted to this optimizer's.
+            convert: allow states of another format to be converted to this optimizer's; warns of what was.
 
         Raises:
             ValueError: a parameter, state or shape is missing or differs; nothing has changed then.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from forge_megatron.formats import FORMAT_KEYS
+from forge_megatron.formats import FORMAT_KEYS, scale_name
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import LateNorms, Slot, local, settle
 from forge_megatron.random_bits import RandomBits
@@ -81,6 +81,7 @@ class Parameters:
         """Makes the slot of a parameter whose states exist now."""
         state, rule = self._state[p], self._rule(p)
         states = tuple(state[name] for name in rule.states)
+        scales = tuple(state[scale_name(name)] for name in rule.states if scale_name(name) in state)
         statistics = tuple(state[name] for name in rule.statistics(self._groups[self._group_of[p]], p.shape))
         scalars, norm = self._rows[p]
         self.slots[p] = Slot(
@@ -88,14 +89,15 @@ class Parameters:
             p,
             states,
             scalars,
-            state.get("master"),
-            norm,
-            self.labels[p],
-            self._random.of(p),
-            self._update_norms_sq.get(p),
-            statistics,
-            state["step"],
-            self._late_norms,
+            master=state.get("master"),
+            norm_sq=norm,
+            name=self.labels[p],
+            noise=self._random.of(p),
+            scales=scales,
+            update_norm_sq=self._update_norms_sq.get(p),
+            statistics=statistics,
+            step=state["step"],
+            late_norms=self._late_norms,
         )
 
     def without_states(self) -> list[Tensor]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from forge_megatron.formats import FORMAT_KEYS, resolve_group
+from forge_megatron.formats import FORMAT_KEYS, StateFormat, resolve_group, scale_name, state_format_of
 from forge_megatron.formats.noise import VERSION
 from forge_megatron.groups import rule_of
-from forge_megatron.kernels import is_sharded, shard_like
+from forge_megatron.kernels import Slot, is_sharded, shard_like
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 
@@ -67,11 +68,28 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
     state = {"step": torch.zeros((), dtype=torch.float32)}
     state.update((name, torch.tensor(value, dtype=torch.float32)) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
-    state.update((name, state_format.allocate(p, initial.get(name, 0.0))) for name in rule.states)
+    _expect_codes(rule, state_format, p, label)
+    for name in rule.states:
+        sign = name in rule.nonnegative
+        state.update(state_format.allocate(name, p, initial.get(name, 0.0), nonnegative=sign))
     shapes = rule.statistics(group, p.shape)
     state.update((name, torch.zeros(shape, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
+
+
+def _expect_codes(rule: Rule, state_format: StateFormat, p: Tensor, label: str) -> None:
+    if state_format.is_scaled and is_sharded(p):
+        raise NotImplementedError(
+            f"{label}: state_format={state_format.name!r} of weights that fully_shard has sharded is not built yet; "
+            "use 'bf16' or 'fp32'"
+        )
+    taken = [name for name in rule.states if name in rule.subtracted]
+    if state_format.is_scaled and taken:
+        raise ValueError(
+            f"{label}: {rule.name} subtracts the square of {', '.join(taken)} from another state, and in "
+            f"state_format={state_format.name!r} the difference can be below 0; use 'bf16' or 'fp32'"
+        )
 
 
 def marker(optimizer: Restorable) -> dict:
@@ -79,6 +97,19 @@ def marker(optimizer: Restorable) -> dict:
     frozen = [index for index, p in enumerate(optimizer.names) if p not in optimizer.state]
     random = {"seed": optimizer.random.seed, "random": VERSION}
     return {"version": 1, "rule": optimizer.rule.name, "frozen": frozen, **random}
+
+
+def exported(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` as a checkpoint of another optimizer has it: without master and scales, 8-bit states in fp32.
+
+    What is decoded lies on the CPU; encoding it again gives the same codes and scales, wherever the same
+    coordinates share blocks.
+    """
+    plain = {name: value for name, value in state.items() if name != "master"}
+    for name, code, scale in zip(slot.rule.states, slot.codes(), slot.scales, strict=False):
+        plain[name] = code.load(state[name].cpu(), scale.cpu()).view(state[name].shape)
+        del plain[scale_name(name)]
+    return plain
 
 
 def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
@@ -97,6 +128,7 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
         rules.update(dict.fromkeys(group["params"], rule))
         groups.append(loaded)
     restored: dict[Tensor, dict[str, Tensor]] = {}
+    converted: set[tuple[str, str]] = set()
     for p, key in sources.items():
         label = optimizer.names[p]
         entry = state_dict["state"].get(key)
@@ -108,7 +140,9 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 restored[p] = {k: v for k, v in optimizer.new_state(p, label).items() if k != "master"}
             continue
         own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
-        restored[p] = _checked(rules[p], label, own, entry, convert, from_torch=ours is None)
+        if convert:
+            entry = _converted(rules[p], own, entry, converted)
+        restored[p] = _checked(rules[p], label, own, entry, from_torch=ours is None)
     with torch.no_grad():
         for p, values in restored.items():
             if p not in optimizer.state:
@@ -119,6 +153,9 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 optimizer.state[p]["master"].copy_(p)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
+    if converted and not (ours or {}).get("exported"):
+        pairs = ", ".join(f"{ours} to {theirs}" for ours, theirs in sorted(converted))
+        warnings.warn(f"states of the checkpoint were converted from {pairs}", stacklevel=3)
     optimizer.random.seed = (ours or {}).get("seed", optimizer.random.seed)
 
 
@@ -181,7 +218,29 @@ def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, obje
     return sources
 
 
-def _checked(rule: Rule, label: str, state: dict, entry: dict, convert: bool, *, from_torch: bool) -> dict[str, Tensor]:
+def _converted(rule: Rule, state: dict, entry: dict, converted: set[tuple[str, str]]) -> dict:
+    """``entry`` with its states in the formats of ``state``; adds what was converted to what."""
+    entry = dict(entry)
+    for name in rule.states:
+        value = torch.as_tensor(entry[name]) if name in entry else state[name]
+        if value.dtype is state[name].dtype or value.shape != state[name].shape:
+            continue
+        sign = name in rule.nonnegative
+        fmt = state_format_of(state[name])
+        entry[name], scale = fmt.code(nonnegative=sign).store(_decoded(value, entry.pop(scale_name(name), None), sign))
+        if scale is not None:
+            entry[scale_name(name)] = scale
+        converted.add((str(value.dtype).removeprefix("torch."), fmt.name))
+    return entry
+
+
+def _decoded(stored: Tensor, scale: Tensor | None, nonnegative: bool) -> Tensor:
+    if scale is None:
+        return stored.float()
+    return state_format_of(stored).code(nonnegative=nonnegative).load(stored, scale)
+
+
+def _checked(rule: Rule, label: str, state: dict, entry: dict, *, from_torch: bool) -> dict[str, Tensor]:
     """The values to copy, one for each of our states; torch's checkpoints have no master, and not all a count."""
     values = {}
     for name, own in state.items():
@@ -199,7 +258,7 @@ def _checked(rule: Rule, label: str, state: dict, entry: dict, convert: bool, *,
             raise ValueError(
                 f"{label}: {name} is {list(value.shape)} in the checkpoint, {list(own.shape)} in the optimizer"
             )
-        if value.dtype != own.dtype and name not in ("step", *rule.running) and not convert:
+        if value.dtype != own.dtype and name not in ("step", "master", *rule.running):
             raise ValueError(
                 f"{label}: {name} is {value.dtype} in the checkpoint, {own.dtype} in the optimizer; attach with "
                 "the checkpoint's state format, or load with convert=True"

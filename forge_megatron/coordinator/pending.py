@@ -106,17 +106,12 @@ class Pending:
         return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
 
     def _skips_on_device(self) -> bool:
-        """A multiplier of NaN leaves every bit as it is: each coordinate is stepped alone and stored by itself.
+        """A multiplier of NaN leaves every bit as it is: each coordinate, or block of them, is stepped alone.
 
-        Otherwise (a rule that reads a row or a layer or keeps running numbers on the host, states with one scale
-        for many) the host waits for the flag.
+        Otherwise (a rule that reads a row or a layer or keeps running numbers on the host) the host waits for the
+        flag.
         """
-        return all(
-            slot.rule.regime == "fused"
-            and not slot.rule.running
-            and all(state.element_size() >= 2 for state in slot.states)
-            for slot in self._slots()
-        )
+        return all(slot.rule.regime == "fused" and not slot.rule.running for slot in self._slots())
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

@@ -2,7 +2,7 @@
 
 from .noise import Noise, Origin
 from .recipe import FORMAT_KEYS, RECIPES, resolve_group, resolve_recipe
-from .state import StateFormat, state_format, state_format_of
+from .state import StateFormat, scale_name, state_format, state_format_of
 from .store import WeightStore, weight_store
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "WeightStore",
     "resolve_group",
     "resolve_recipe",
+    "scale_name",
     "state_format",
     "state_format_of",
     "weight_store",

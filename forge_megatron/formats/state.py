@@ -1,18 +1,15 @@
-"""How an optimizer state lies in memory between two steps.
-
-A format is a pair of ``tl`` functions, bound to a language as a rule is
-(:func:`forge_megatron.rules.bind`): ``decode`` turns what was loaded into an fp32 tile, ``encode``
-turns an fp32 tile into what is stored.
-"""
+"""The formats that an optimizer's states can have between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..rules.bind import torch_language as tl
+from . import fp8, int8
+from .code import Code, scale_shape
 
 
 @dataclass(frozen=True)
@@ -21,57 +18,77 @@ class StateFormat:
 
     Attributes:
         name: its name in recipes and in ``state_format=``.
-        dtype: dtype of the stored tensor, which has the weight's shape.
-        encode: fp32 tile to stored tile, rounding to nearest even.
-        decode: stored tile to fp32 tile, exact.
+        signed: the code of a state that can have any sign.
+        nonnegative: of one that a rule says is never below 0.
     """
 
     name: str
-    dtype: torch.dtype
-    encode: Callable
-    decode: Callable
+    signed: Code
+    nonnegative: Code
 
-    def allocate(self, weight: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-        """Return a state full of ``value`` for ``weight``, with its shape, strides and device."""
-        return torch.full_like(weight, value, dtype=self.dtype, requires_grad=False)
+    @property
+    def is_scaled(self) -> bool:
+        """Whether blocks of coordinates share a scale."""
+        return self.signed.scale is not None
+
+    def code(self, *, nonnegative: bool) -> Code:
+        return self.nonnegative if nonnegative else self.signed
+
+    def allocate(
+        self, name: str, weight: Tensor, value: float = 0.0, *, nonnegative: bool = False
+    ) -> dict[str, Tensor]:
+        """Return a state full of ``value`` for ``weight``, with its shape, strides and device, and its scales.
+
+        Returns:
+            ``{name: codes}``, and with scales also ``{scale_name(name): fp32 [..., blocks]}``.
+        """
+        code = self.code(nonnegative=nonnegative)
+        stored = torch.empty_like(weight, dtype=code.dtype, requires_grad=False)
+        if not self.is_scaled:
+            return {name: stored.fill_(value)}
+        scale = torch.zeros(scale_shape(weight.shape), device=weight.device)
+        if value == 0.0:
+            return {name: stored.zero_(), scale_name(name): scale}
+        codes, scales = code.store(torch.full(weight.shape, value, device=weight.device))
+        return {name: stored.copy_(codes.view(weight.shape)), scale_name(name): scale.copy_(scales)}
 
 
-def to_fp32(x):
+def scale_name(state: str) -> str:
+    """What the scales of a state are called beside it."""
+    return f"{state}_scale"
+
+
+def to_fp32(x, scale):
     return tl.cast(x, tl.float32)
 
 
-def to_bf16(x):
+def to_bf16(x, scale):
     return tl.cast(x, tl.bfloat16)
 
 
+_FP32 = Code(torch.float32, to_fp32, to_fp32)
+_BF16 = Code(torch.bfloat16, to_bf16, to_fp32)
 _FORMATS = {
-    "fp32": StateFormat("fp32", torch.float32, to_fp32, to_fp32),
-    "bf16": StateFormat("bf16", torch.bfloat16, to_bf16, to_fp32),
+    "fp32": StateFormat("fp32", _FP32, _FP32),
+    "bf16": StateFormat("bf16", _BF16, _BF16),
+    "int8": StateFormat("int8", int8.SIGNED, int8.NONNEGATIVE),
+    "fp8": StateFormat("fp8", fp8.SIGNED, fp8.NONNEGATIVE),
 }
-_NOT_BUILT = ("int8", "fp8")
+_BY_DTYPE = {code.dtype: fmt for fmt in _FORMATS.values() for code in (fmt.signed, fmt.nonnegative)}
 
 
 def state_format(name: str) -> StateFormat:
-    """Return the state format called ``name``.
-
-    Raises:
-        NotImplementedError: it is specified and not built.
-        ValueError: there is no such format.
-    """
-    if name in _FORMATS:
-        return _FORMATS[name]
-    choices = ", ".join(_FORMATS)
-    if name in _NOT_BUILT:
-        raise NotImplementedError(f"state_format={name!r} is not built; use one of: {choices}")
-    raise ValueError(f"state_format={name!r} is unknown; use one of: {choices}")
+    """Return the state format called ``name``. Raises ``ValueError`` if there is none."""
+    if name not in _FORMATS:
+        raise ValueError(f"state_format={name!r} is unknown; use one of: {', '.join(_FORMATS)}")
+    return _FORMATS[name]
 
 
-def state_format_of(state: torch.Tensor) -> StateFormat:
+def state_format_of(state: Tensor) -> StateFormat:
     """Return the format of a stored state. Raises ``TypeError`` if its dtype is none's."""
-    for candidate in _FORMATS.values():
-        if candidate.dtype is state.dtype:
-            return candidate
+    if state.dtype in _BY_DTYPE:
+        return _BY_DTYPE[state.dtype]
     raise TypeError(
         f"an optimizer state of dtype {state.dtype} has no format; "
-        f"convert it to one of: {', '.join(str(f.dtype) for f in _FORMATS.values())}"
+        f"convert it to one of: {', '.join(map(str, _BY_DTYPE))}"
     )

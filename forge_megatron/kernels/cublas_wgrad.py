@@ -5,6 +5,8 @@ kernels. It lives for one call, so the caching allocator gives its memory to the
 captured graph keeps it in its own pool.
 """
 
+# ruff: noqa: RUF005 - Triton has no unpacking
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.code import as_bytes
 from .norms import add_up
 from .slot import Segment, Slot
-from .triton_epilogue import step_coordinates
-from .triton_language import compiled_formats, compiled_update, load_scalars
-from .triton_noise import flat_bits
+from .triton_epilogue import by_blocks, step_coordinates
+from .triton_language import compiled_codes, compiled_update, load_scalars
+from .triton_noise import block_bits, flat_bits
 
 #: Elements that one program steps.
 BLOCK = 2048
@@ -42,21 +45,36 @@ def dense_step_kernel(
     gradient,
     weight,
     states,
+    scales,
     master,
     scalars,
     noise,
     multiplier,
     partials,
     size,
+    columns,
     UPDATE: tl.constexpr,
-    FORMATS: tl.constexpr,
+    CODES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
-    offset = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < size
+    bits = None
+    blocks = ()
+    has_block = None
+    if len(scales) > 0:
+        offset, inside, block, has_block, begin = by_blocks(program.to(tl.int64), size, columns, BLOCK)
+        for index in tl.static_range(len(scales)):
+            blocks = blocks + (scales[index] + block,)
+        if noise is not None:
+            bits = block_bits(noise, begin, BLOCK // 64, GROUPED)
+    else:
+        first = program.to(tl.int64) * BLOCK
+        offset = first + tl.arange(0, BLOCK)
+        inside = offset < size
+        if noise is not None:
+            bits = flat_bits(noise, first, BLOCK, GROUPED)
     h = load_scalars(scalars, N_SCALARS)
     g = tl.load(gradient + offset, mask=inside, other=0.0)
     if partials is not None:
@@ -67,11 +85,8 @@ def dense_step_kernel(
         master += offset
     stored = ()
     for index in tl.static_range(len(states)):
-        stored = stored + (states[index] + offset,)  # noqa: RUF005 - Triton has no unpacking
-    bits = None
-    if noise is not None:
-        bits = flat_bits(noise, program.to(tl.int64) * BLOCK, BLOCK, GROUPED)
-    step_coordinates(g, inside, weight + offset, master, stored, h, bits, UPDATE, FORMATS)
+        stored = stored + (states[index] + offset,)
+    step_coordinates(g, inside, weight + offset, master, stored, blocks, has_block, h, bits, UPDATE, CODES)
 
 
 def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
@@ -104,21 +119,25 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
     """Step one weight by a contiguous fp32 gradient, in one launch."""
     size = slot.weight.numel()
     programs = triton.cdiv(size, BLOCK)
+    if slot.is_scaled:
+        programs = triton.cdiv(slot.scales[0].numel(), BLOCK // 64)
     partials = None
     if slot.norm_sq is not None:
         partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
     dense_step_kernel[(programs,)](
         grad,
         slot.weight,
-        tuple(slot.states),
+        tuple(map(as_bytes, slot.states)),
+        tuple(slot.scales),
         slot.master,
         slot.scalars,
         None if slot.noise is None else slot.noise.words,
         multiplier,
         partials,
         size,
+        slot.weight.shape[-1],
         UPDATE=compiled_update(slot.rule),
-        FORMATS=compiled_formats(slot),
+        CODES=compiled_codes(slot),
         N_SCALARS=slot.rule.n_scalars,
         GROUPED=slot.noise is not None and slot.noise.is_grouped,
         BLOCK=BLOCK,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..formats import state_format_of
+from ..formats.code import as_bytes, in_blocks, spread
 from ..formats.noise import random_bits
 from ..formats.philox import round_stochastically
 from ..rules.bind import bind, torch_language
@@ -92,17 +92,23 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     weight = slot.weight.data[rows]
     source = weight if slot.master is None else slot.master.data[rows]
     states = [state.data[rows] for state in slot.states]
-    formats = [state_format_of(state) for state in states]
+    scales = [scale.data[rows] for scale in slot.scales] or [None] * len(states)
+    codes = slot.codes()
+    stored = list(zip(codes, states, scales, strict=True))
     update = bind(rule.update, torch_language)
-    new_weight, new_states = update(
-        grad,
-        source.float(),
-        tuple(f.decode(s) for f, s in zip(formats, states, strict=True)),
-        slot.scalars.unbind(),
-    )
+    old = tuple(code.load(state, scale).view(grad.shape) for code, state, scale in stored)
+    new_weight, new_states = update(grad, source.float(), old, slot.scalars.unbind())
     finite = torch.isfinite(grad)
-    for fmt, state, new in zip(formats, states, new_states, strict=True):
-        state.copy_(torch.where(finite, fmt.encode(new), state))
+    blocks = None
+    if slot.is_scaled:
+        # A block is one number of many digits: all of it is stepped, or none.
+        blocks = ~in_blocks(torch.atleast_1d(~finite)).any(-1)
+        finite = spread(blocks, grad.shape[-1] if grad.dim() else 1).view(grad.shape)
+    for (code, state, scale), new in zip(stored, new_states, strict=True):
+        encoded, new_scale = code.store(new)
+        _keep(state, encoded.view(state.shape), finite)
+        if scale is not None:
+            _keep(scale, new_scale, blocks)
     new_weight = torch.where(finite, new_weight, source)
     if slot.noise is None:
         weight.copy_(new_weight)
@@ -111,6 +117,12 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
         weight.copy_(round_stochastically(new_weight.float(), bits))
     if slot.master is not None:
         source.copy_(new_weight)
+
+
+def _keep(state: Tensor, new: Tensor, finite: Tensor) -> None:
+    """Replace ``state`` by ``new`` where ``finite``. Bytes are selected as bytes: torch selects no fp8."""
+    state, new = as_bytes(state), as_bytes(new)
+    state.copy_(torch.where(finite, new, state))
 
 
 def _sum_of_squares(grad: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Noise, StateFormat, state_format, state_format_of
+from ..formats.code import Code, scale_shape
 from ..formats.noise import WORDS
 from ..rules import Rule
 from .lookups import is_lookup
@@ -28,12 +29,13 @@ class Slot:
     Attributes:
         rule: the rule that steps it.
         weight: fp32, bf16 or fp16; ``[O, I]`` for a weight gradient, any shape for ``step``.
-        states: one tensor a state of the rule, with the weight's shape.
+        states: one tensor a state of the rule, with the weight's shape, stored as its code says.
         scalars: fp32 ``[rule.n_scalars]`` on the weight's device: what ``rule.scalars`` returned.
         master: fp32 copy that is stepped in the weight's place, with the weight's shape.
         norm_sq: 0-dim fp32 tensor that receives the sum of squares of the gradient, before the
             multiplier; None where it is not wanted.
         name: what errors call the weight.
+        scales: fp32, one tensor a state, contiguous, of its blocks; none where the states' format has none.
         noise: where the random bits are that round a bf16 weight stochastically; None: to nearest.
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
@@ -55,6 +57,7 @@ class Slot:
     update_norm_sq: Tensor | None = None
     statistics: tuple[Tensor, ...] = ()
     step: Tensor | None = None
+    scales: tuple[Tensor, ...] = ()
     late_norms: LateNorms | None = field(default=None, repr=False, compare=False)
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -79,6 +82,17 @@ class Slot:
             names = ", ".join(sorted(f.name for f in formats))
             raise TypeError(f"{self.name}: its states are stored as {names}; store all of them alike")
         return formats.pop() if formats else state_format("fp32")
+
+    def codes(self) -> list[Code]:
+        """Return how each state is stored."""
+        fmt = self.state_format()
+        # Only these formats ask the rule, which says it of its states.
+        signs = [fmt.is_scaled and name in self.rule.nonnegative for name in self.rule.states]
+        return [fmt.code(nonnegative=sign) for sign in signs]
+
+    @property
+    def is_scaled(self) -> bool:
+        return bool(self.scales)
 
 
 def check_slot(slot: Slot) -> None:
@@ -107,12 +121,24 @@ def check_slot(slot: Slot) -> None:
         _check_fp32(slot.name, "norm_sq", slot.norm_sq, (), weight.device)
     if slot.noise is not None:
         _check_noise(slot)
+    _check_codes(slot)
     slot.memo["place"] = place
 
 
 def layout(tensor: Tensor) -> tuple:
     """What decides whether a kernel takes ``tensor``, and nothing else of it."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+def _check_codes(slot: Slot) -> None:
+    fmt = slot.state_format()
+    if len(slot.scales) != (len(slot.states) if fmt.is_scaled else 0):
+        raise ValueError(f"{slot.name}: {len(slot.states)} states of format {fmt.name} have {len(slot.scales)} scales")
+    for name, code, state in zip(slot.rule.states, slot.codes(), slot.states, strict=True):
+        if state.dtype is not code.dtype:
+            raise TypeError(f"{slot.name}: {name} is {state.dtype}, in format {fmt.name} it is {code.dtype}")
+    for name, scale in zip(slot.rule.states, slot.scales, strict=False):
+        _check_fp32(slot.name, f"the scale of {name}", scale, scale_shape(slot.weight.shape), slot.weight.device)
 
 
 def _check_noise(slot: Slot) -> None:

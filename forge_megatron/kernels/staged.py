@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..formats import state_format_of
 from ..rules import Stage
 from . import fused
 from .slot import Segment, Slot
@@ -95,7 +94,9 @@ def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
 def _direct(slot: Slot, u: Tensor) -> Tensor:
     stages = slot.rule.stages
     weight = slot.weight if slot.master is None else slot.master
-    states = tuple(state_format_of(state).decode(state) for state in _states(slot, stages.epilogue))
+    epilogue = replace(slot, rule=stages.epilogue, **_states(slot, stages.epilogue))
+    stored = zip(epilogue.codes(), epilogue.states, epilogue.scales or [None] * len(epilogue.states), strict=True)
+    states = tuple(code.load(state, scale) for code, state, scale in stored)
     return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind())
 
 
@@ -106,7 +107,7 @@ def _epilogue(slot: Slot, scratch: Tensor) -> Slot:
         slot,
         rule=stage,
         weight=scratch,
-        states=_states(slot, stage),
+        **_states(slot, stage),
         scalars=scalars,
         master=None,
         noise=None,
@@ -119,9 +120,12 @@ def _applied(slot: Slot) -> Slot:
     stage = slot.rule.stages.apply
     scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
     return replace(
-        slot, rule=stage, states=_states(slot, stage), scalars=scalars, norm_sq=None, update_norm_sq=None, statistics=()
+        slot, rule=stage, **_states(slot, stage), scalars=scalars, norm_sq=None, update_norm_sq=None, statistics=()
     )
 
 
-def _states(slot: Slot, stage: Stage) -> tuple[Tensor, ...]:
-    return tuple(slot.states[slot.rule.states.index(name)] for name in stage.states)
+def _states(slot: Slot, stage: Stage) -> dict[str, tuple[Tensor, ...]]:
+    """The states of a stage, and their scales, as a slot has them."""
+    indices = [slot.rule.states.index(name) for name in stage.states]
+    scales = tuple(slot.scales[index] for index in indices) if slot.scales else ()
+    return {"states": tuple(slot.states[index] for index in indices), "scales": scales}

@@ -5,7 +5,7 @@ Fixed, so that a step neither tunes on live weights nor differs between replicas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,8 @@ def choose_tile(rows: int, columns: int, *, fp32: bool, aligned: bool, product: 
     large, small = (LARGE_FP32, SMALL_FP32) if fp32 else (LARGE, SMALL)
     tiles = -(-rows // large.block_o) * -(-columns // large.block_i)
     return small if tiles < FEW_TILES or not product else large
+
+
+def in_blocks(tile: Tile, *, aligned: bool) -> Tile:
+    """``tile`` for states that are stored in blocks of 64: it is that wide, and holds more for a coordinate."""
+    return replace(tile, block_o=64 if aligned else 32, block_i=64, parts=1, num_warps=8, maxnreg=None)

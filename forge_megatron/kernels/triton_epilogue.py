@@ -12,31 +12,57 @@ from .triton_noise import round_stochastically
 
 
 @triton.jit
-def step_coordinates(g, inside, weight, master, states, h, bits, UPDATE: tl.constexpr, FORMATS: tl.constexpr):
+def step_coordinates(
+    g, inside, weight, master, states, scales, has_block, h, bits, UPDATE: tl.constexpr, CODES: tl.constexpr
+):
     """Step the coordinates that the pointers name by their gradient.
 
     Args:
-        g: fp32; every other argument has its shape.
+        g: fp32; every other argument has its shape, but for scales and ``has_block``. With scales it
+            is ``[blocks, 64]``.
         inside: where there is a coordinate at all.
         weight, states: pointers; master: pointers, or None.
+        scales: pointers ``[blocks]``, one tensor a state, or none at all.
+        has_block: where there is a block.
         h: the rule's scalars.
         bits: uint32, to round the weight stochastically, or None.
-        FORMATS: ``(decode, encode)`` of each state.
+        CODES: ``(decode, encode, scale)`` of each state.
     """
     if master is not None:
         w = tl.load(master, mask=inside, other=0.0)
     else:
         w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    old = ()
-    for index in tl.static_range(len(states)):
-        old = old + (FORMATS[index][0](tl.load(states[index], mask=inside, other=0.0)),)
-    new_w, new = UPDATE(g, w, old, h)
     # Selecting values, not masking stores: a mask that differs between neighbours would split
     # every vector store.
     finite = is_finite(g)
-    for index in tl.static_range(len(states)):
-        kept = tl.where(finite, new[index], old[index])
-        tl.store(states[index], FORMATS[index][1](kept), mask=inside)
+    if len(scales) == 0:
+        old = ()
+        for index in tl.static_range(len(states)):
+            old = old + (CODES[index][0](tl.load(states[index], mask=inside, other=0.0), None),)
+        new_w, new = UPDATE(g, w, old, h)
+        for index in tl.static_range(len(states)):
+            kept = tl.where(finite, new[index], old[index])
+            tl.store(states[index], CODES[index][1](kept, None), mask=inside)
+    else:
+        # A block is one number of many digits: all of it is stepped, or none.
+        block_is_finite = tl.min(finite.to(tl.int32), 1) != 0
+        finite = block_is_finite[:, None] & (g == g)
+        stored = ()
+        scaled = ()
+        old = ()
+        for index in tl.static_range(len(states)):
+            code = tl.load(states[index], mask=inside, other=0)
+            scale = tl.load(scales[index], mask=has_block, other=0.0)
+            stored = stored + (code,)
+            scaled = scaled + (scale,)
+            old = old + (CODES[index][0](code, scale[:, None]),)
+        new_w, new = UPDATE(g, w, old, h)
+        for index in tl.static_range(len(states)):
+            value = tl.where(inside, new[index], 0.0)
+            scale = CODES[index][2](tl.max(tl.abs(value), 1))
+            code = CODES[index][1](value, scale[:, None])
+            tl.store(states[index], tl.where(finite, code, stored[index]), mask=inside)
+            tl.store(scales[index], tl.where(block_is_finite, scale, scaled[index]), mask=has_block)
     w = tl.where(finite, new_w, w)
     if master is not None:
         tl.store(master, w, mask=inside)
@@ -44,3 +70,25 @@ def step_coordinates(g, inside, weight, master, states, h, bits, UPDATE: tl.cons
         tl.store(weight, round_stochastically(w, bits), mask=inside)
     else:
         tl.store(weight, round_to(w, weight.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def by_blocks(program, size, columns, BLOCK: tl.constexpr):
+    """Where a program's coordinates lie, if it steps ``BLOCK`` of them in blocks of 64 within rows.
+
+    Args:
+        program: int64, of this weight; ``size`` and ``columns`` (its last dimension): the weight's.
+
+    Returns:
+        offsets and which of them are inside, ``[BLOCK / 64, 64]``; of the blocks the numbers, which of them are
+        inside, and the offsets at which they begin.
+    """
+    blocks_per_row = tl.cdiv(columns, 64)
+    block = program * (BLOCK // 64) + tl.arange(0, BLOCK // 64)
+    row = block // blocks_per_row
+    column = (block - row * blocks_per_row) * 64
+    begin = row * columns + column
+    has_block = row * columns < size
+    lane = tl.arange(0, 64)[None, :]
+    inside = has_block[:, None] & (column[:, None] + lane < columns)
+    return begin[:, None] + lane, inside, block, has_block, begin

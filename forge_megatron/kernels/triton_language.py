@@ -1,7 +1,7 @@
 """``triton.language`` as rules, formats and kernels use it, compiled or interpreted.
 
 Triton's interpreter keeps bf16 as raw 16-bit integers: its products are garbage and its rounding
-truncates. Both are done by hand here where the interpreter runs, and nowhere else.
+truncates; its e4m3 is no better. These are done by hand here where the interpreter runs, and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,29 @@ TL_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
+
+
+def e4m3_of(x):
+    """fp32 ``x`` of at most 448 rounded to e4m3, to nearest even, in the interpreter."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Adding 2^23 rounds to a whole number, here of 2^-9.
+    subnormal = tl.abs(x) * 512.0 + 8388608.0 - 8388608.0
+    code = tl.where(magnitude < 0x3C800000, subnormal.to(tl.uint32), normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+def widened_e4m3(x):
+    """e4m3 ``x`` in fp32, in the interpreter."""
+    code = x.to(tl.uint8, bitcast=True).to(tl.uint32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code >= 0x80, -value, value)
 
 
 @triton.jit
@@ -64,7 +86,11 @@ class _InterpretedLanguage:
 
     @staticmethod
     def cast(x, dtype, bitcast=False):
-        return x.to(dtype, bitcast=True) if bitcast else round_to(x, dtype)
+        if bitcast:
+            return x.to(dtype, bitcast=True)
+        if dtype == tl.float8e4nv:
+            return e4m3_of(x)
+        return widened_e4m3(x) if x.dtype == tl.float8e4nv else round_to(x, dtype)
 
     def __getattr__(self, name: str):
         return getattr(tl, name)
@@ -76,7 +102,7 @@ def compiled(function: FunctionType):
     if INTERPRETED.value:
         # A kernel that is interpreted is Python, and so is what it calls.
         return bind(function, _InterpretedLanguage())
-    return triton.jit(bind(function, tl))
+    return bind(function, tl, triton.jit)
 
 
 def compiled_update(rule: Rule):
@@ -84,7 +110,9 @@ def compiled_update(rule: Rule):
     return compiled(rule.update)
 
 
-def compiled_formats(slot: Slot) -> tuple:
-    """Return ``(decode, encode)`` of each state as Triton functions."""
-    fmt = slot.state_format()
-    return tuple((compiled(fmt.decode), compiled(fmt.encode)) for _ in slot.states)
+def compiled_codes(slot: Slot) -> tuple:
+    """Return ``(decode, encode, scale)`` of each state as Triton functions, ``scale`` None where there is none."""
+    return tuple(
+        (compiled(code.decode), compiled(code.encode), None if code.scale is None else compiled(code.scale))
+        for code in slot.codes()
+    )

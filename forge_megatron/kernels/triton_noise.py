@@ -79,3 +79,12 @@ def flat_bits(noise, first, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
         return bits_at(noise, first + tl.arange(0, BLOCK // 4) * 4, GROUPED).reshape(BLOCK)
     else:
         return bits_at(noise, first + tl.arange(0, BLOCK), GROUPED)
+
+
+@triton.jit
+def block_bits(noise, first, BLOCKS: tl.constexpr, GROUPED: tl.constexpr):
+    """Bits ``[BLOCKS, 64]`` of blocks that begin at ``first`` (int64)."""
+    if GROUPED:
+        return bits_at(noise, first[:, None] + (tl.arange(0, 16) * 4)[None, :], GROUPED).reshape(BLOCKS, 64)
+    else:
+        return bits_at(noise, first[:, None] + tl.arange(0, 64)[None, :], GROUPED)

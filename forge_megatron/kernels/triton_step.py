@@ -1,5 +1,7 @@
 """The multi-tensor step: many weights of any shapes, one launch for all that are stored alike."""
 
+# ruff: noqa: RUF005 - Triton has no unpacking
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -11,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.code import as_bytes
 from .slot import Slot
-from .triton_epilogue import step_coordinates
-from .triton_language import TL_DTYPES, compiled_formats, compiled_update, load_scalars
-from .triton_noise import flat_bits
+from .triton_epilogue import by_blocks, step_coordinates
+from .triton_language import TL_DTYPES, compiled_codes, compiled_update, load_scalars
+from .triton_noise import block_bits, flat_bits
 from .uploads import is_capturing, upload
 
 #: Elements that one program steps.
@@ -43,13 +46,14 @@ def multi_tensor_step_kernel(
     multiplier,
     partials,
     UPDATE: tl.constexpr,
-    FORMATS: tl.constexpr,
+    CODES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASTER: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
     STATES: tl.constexpr,
+    SCALED: tl.constexpr,
     NOISY: tl.constexpr,
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -59,13 +63,31 @@ def multi_tensor_step_kernel(
     row = table + tl.load(owners + program) * COLUMNS
     first = tl.load(row + 1)
     size = tl.load(row + 2)
-    if ALIGNED:
+    if ALIGNED and not SCALED:
         size = tl.multiple_of(size, 16)
     h = load_scalars(pointer(row, 4, tl.float32, False), N_SCALARS)
     weight = pointer(row, 5, WEIGHT, ALIGNED)
     grad = pointer(row, 6, GRAD, ALIGNED)
-    offset = (program - first) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < size
+    bits = None
+    scales = ()
+    has_block = None
+    if SCALED:
+        own = (program - first).to(tl.int64)
+        columns = tl.load(row + 8)
+        if ALIGNED:
+            columns = tl.multiple_of(columns, 16)
+        offset, inside, block, has_block, begin = by_blocks(own, size, columns, BLOCK)
+        for index in tl.static_range(len(STATES)):
+            scale = pointer(row, 9 + len(STATES) + MASTER + index, tl.float32, False)
+            scales = scales + (scale + block,)
+        if NOISY:
+            bits = block_bits(pointer(row, 7, tl.int64, False), begin, BLOCK // 64, GROUPED)
+    else:
+        offset = (program - first) * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < size
+        if NOISY:
+            own = (program - first).to(tl.int64) * BLOCK
+            bits = flat_bits(pointer(row, 7, tl.int64, False), own, BLOCK, GROUPED)
 
     g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     if partials is not None:
@@ -74,15 +96,11 @@ def multi_tensor_step_kernel(
         g *= tl.load(multiplier)
     states = ()
     for index in tl.static_range(len(STATES)):
-        states = states + (pointer(row, 8 + index, STATES[index], ALIGNED) + offset,)  # noqa: RUF005 - Triton has no unpacking
+        states = states + (pointer(row, 9 + index, STATES[index], ALIGNED) + offset,)
     master = None
     if MASTER:
-        master = pointer(row, 8 + len(STATES), tl.float32, ALIGNED) + offset
-    bits = None
-    if NOISY:
-        first_in_slot = (program - first).to(tl.int64) * BLOCK
-        bits = flat_bits(pointer(row, 7, tl.int64, False), first_in_slot, BLOCK, GROUPED)
-    step_coordinates(g, inside, weight + offset, master, states, h, bits, UPDATE, FORMATS)
+        master = pointer(row, 9 + len(STATES), tl.float32, ALIGNED) + offset
+    step_coordinates(g, inside, weight + offset, master, states, scales, has_block, h, bits, UPDATE, CODES)
 
 
 @triton.jit
@@ -113,11 +131,13 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
         if dense is not slot:
             staged.append((slot, dense))
         tensors = [grad, *(tensor for _, tensor in dense.tensors())]
-        aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and grad.numel() % 16 == 0
+        row = grad.shape[-1] if dense.is_scaled and grad.dim() else grad.numel()
+        aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and row % 16 == 0
         key = (
             slot.rule,
-            compiled_formats(dense),
-            tuple(TL_DTYPES[state.dtype] for state in dense.states),
+            compiled_codes(dense),
+            tuple(TL_DTYPES[as_bytes(state).dtype] for state in dense.states),
+            dense.is_scaled,
             slot.weight.dtype,
             grad.dtype,
             slot.master is not None,
@@ -133,7 +153,7 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
 
 
 def _launch(
-    rule, formats, states, weight_dtype, grad_dtype, master, grouped, aligned, slots, grads, multiplier
+    rule, codes, states, scaled, weight_dtype, grad_dtype, master, grouped, aligned, slots, grads, multiplier
 ) -> None:
     device = slots[0].weight.device
     table, owners = _device_table(slots, grads)
@@ -146,13 +166,14 @@ def _launch(
         multiplier,
         partials,
         UPDATE=compiled_update(rule),
-        FORMATS=formats,
+        CODES=codes,
         N_SCALARS=rule.n_scalars,
         COLUMNS=table.shape[1],
         MASTER=master,
         WEIGHT=TL_DTYPES[weight_dtype],
         GRAD=TL_DTYPES[grad_dtype],
         STATES=states,
+        SCALED=scaled,
         NOISY=grouped is not None,
         GROUPED=bool(grouped),
         ALIGNED=aligned,
@@ -169,11 +190,15 @@ def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tenso
     first = 0
     for slot, grad in zip(slots, grads, strict=True):
         blocks = triton.cdiv(grad.numel(), BLOCK)
+        if slot.is_scaled:
+            blocks = triton.cdiv(slot.scales[0].numel(), BLOCK // 64)
         norm_sq = 0 if slot.norm_sq is None else slot.norm_sq.data_ptr()
         weight, *rest = (tensor.data_ptr() for _, tensor in slot.tensors())
         noise = 0 if slot.noise is None else slot.noise.words.data_ptr()
-        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), noise, *rest)
-        rows.append((blocks, first, grad.numel(), norm_sq, *addresses))
+        columns = slot.weight.shape[-1] if slot.weight.dim() else 1
+        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), noise, columns, *rest)
+        scales = (scale.data_ptr() for scale in slot.scales)
+        rows.append((blocks, first, grad.numel(), norm_sq, *addresses, *scales))
         first += blocks
     device = slots[0].weight.device
     if is_capturing(device):
@@ -199,8 +224,8 @@ def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:
     if not slot.weight.is_contiguous():
         # empty_like keeps the strides of a tensor exactly where it has no holes and no overlap.
         layout = torch.empty_like(slot.weight, device="meta").stride()
-    # Random bits are counted along the rows.
-    by_rows = slot.noise is not None and not slot.weight.is_contiguous()
+    # Random bits and blocks are counted along the rows.
+    by_rows = (slot.noise is not None or slot.is_scaled) and not slot.weight.is_contiguous()
     if by_rows or any(tensor.stride() != layout for _, tensor in slot.tensors()):
         slot = replace(
             slot,

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats.code import as_bytes
 from .lookups import Lookups, is_lookup
 from .norms import add_up
 from .slot import Segment, Slot
-from .tiles import choose_tile
+from .tiles import choose_tile, in_blocks
 from .triton_epilogue import step_coordinates
 from .triton_language import (
-    compiled_formats,
+    compiled_codes,
     compiled_update,
     load_scalars,
     round_to,
@@ -53,6 +54,7 @@ def wgrad_step_kernel(
     weight,
     weight_strides,
     states,
+    scales,
     master,
     state_strides,
     scalars,
@@ -62,7 +64,7 @@ def wgrad_step_kernel(
     O,
     I,
     UPDATE: tl.constexpr,
-    FORMATS: tl.constexpr,
+    CODES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -106,7 +108,15 @@ def wgrad_step_kernel(
         bits = None
         if noise is not None:
             bits = tile_bits(noise, row, first, BLOCK_O, WIDTH, GROUPED)
-        step_coordinates(g, inside, weights, masters, stored, h, bits, UPDATE, FORMATS)
+        scaled = ()
+        has_block = None
+        if len(scales) > 0:
+            rows = row + tl.arange(0, BLOCK_O)
+            block = rows.to(tl.int64) * tl.cdiv(I, 64) + first // 64
+            has_block = rows < O
+            for index in tl.static_range(len(scales)):
+                scaled = scaled + (scales[index] + block,)  # noqa: RUF005 - Triton has no unpacking
+        step_coordinates(g, inside, weights, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
     if partials is not None:
         tl.store(partials + tl.program_id(0), sum_of_squares)
 
@@ -188,14 +198,15 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
     written = [tensor for _, tensor in slot.tensors()]
-    launch = _Launch(segments, accumulator, rows, columns, written, slot.noise is not None)
+    launch = _Launch(segments, accumulator, rows, columns, written, noisy=slot.noise is not None, scaled=slot.is_scaled)
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:
         wgrad_step_kernel[launch.grid](
             *launch.operands,
             slot.weight,
             slot.weight.stride(),
-            tuple(slot.states),
+            tuple(map(as_bytes, slot.states)),
+            tuple(slot.scales),
             slot.master,
             strides,
             slot.scalars,
@@ -205,7 +216,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             rows,
             columns,
             UPDATE=compiled_update(slot.rule),
-            FORMATS=compiled_formats(slot),
+            CODES=compiled_codes(slot),
             N_SCALARS=slot.rule.n_scalars,
             GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
             PARTS=launch.parts,
@@ -241,9 +252,12 @@ class _Launch:
         rows, columns: of the gradient.
         written: the other tensors of that shape which the kernel addresses.
         noisy: it makes random bits besides.
+        scaled: states are stored in blocks.
     """
 
-    def __init__(self, segments, accumulator, rows: int, columns: int, written=(), noisy: bool = False):
+    def __init__(
+        self, segments, accumulator, rows: int, columns: int, written=(), *, noisy: bool = False, scaled: bool = False
+    ):
         lookups = Lookups.of([segment for segment in segments if is_lookup(segment)])
         segments = merge_segments([s for s in segments if s[0].shape[0] and not is_lookup(s)])
         dys, xs = zip(*segments, strict=True) if segments else ((), ())
@@ -253,6 +267,7 @@ class _Launch:
         wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
         precise = lookups is not None and lookups.values.dtype is torch.float32
         tile = choose_tile(rows, columns, fp32=fp32 or precise, aligned=aligned, product=bool(segments))
+        tile = in_blocks(tile, aligned=aligned) if scaled else tile
         self.operands = (
             dys,
             xs,

@@ -3,6 +3,7 @@
 A run with FORGE writes what the same run without it would write: one entry a parameter, keyed by the
 parameter's name (``optimizer.state.exp_avg.<key>``), param groups in Megatron's order, one step count. So
 either kind of run reads the other's checkpoint, on any tensor-parallel size, and no conversion is needed.
+8-bit states are written in fp32, from which they are read with the same codes.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
         keys, of_rule = group, {}
         for parameter, position in zip(group["params"], ids, strict=True):
             if layout.owns(parameter):
-                state[position] = {k: v for k, v in forge.state[parameter].items() if k != "master"}
+                state[position] = forge.exported_state(parameter)
                 own = forge.param_groups[forge_at[id(parameter)][0]]
                 if not is_megatrons:
                     of_rule = {"forge": {k: v for k, v in own.items() if k not in _MEMBERS}}
@@ -290,7 +291,7 @@ def _load_owned(optimizer: ForgeMegatronOptimizer, entries: dict[Tensor, dict], 
         theirs = theirs.get("forge", theirs)
         param_groups.append({**{k: v for k, v in theirs.items() if k in group or k == "rule"}, "params": ids})
     # A group that names no rule was written by Megatron's own optimizer, or in its place.
-    marker = {"version": 1, "rule": megatrons(optimizer.config).name}
+    marker = {"version": 1, "rule": megatrons(optimizer.config).name, "exported": True}
     # The states are read in this run's recipe, whatever the checkpoint's.
     forge.load_state_dict({"state": state, "param_groups": param_groups, "forge": marker}, convert=True)
 

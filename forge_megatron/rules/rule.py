@@ -49,6 +49,9 @@ class Rule:
         running: per-parameter numbers that ``torch.optim`` keeps beside ``step``, by torch's name,
             with their first value; 0-dim fp32 in ``state[p]``.
         advance: ``(param_group, step, *running) -> running`` after the update ``step``.
+        nonnegative: the states that are never below 0: 8-bit formats then have no sign to keep.
+        subtracted: the states that are squared and taken from another: 8-bit formats of theirs would make it
+            negative, and are refused.
         counts_steps: ``torch.optim`` keeps ``step``; where it does not, a state that it saved is that
             of a parameter which was stepped, and of the count nothing else is read.
         fits: ``(param_group, shape) -> None``; raises ``ValueError`` where the rule cannot step a
@@ -72,6 +75,8 @@ class Rule:
     initial: Callable[[Mapping], Mapping[str, float]] | None = None
     running: Mapping[str, float] = field(default_factory=dict)
     advance: Callable[..., tuple[float, ...]] | None = None
+    nonnegative: tuple[str, ...] = ()
+    subtracted: tuple[str, ...] = ()
     counts_steps: bool = True
     fits: Callable[[Mapping, torch.Size], None] | None = None
     stages_for: Callable[[Mapping], Stages] | None = None

@@ -34,12 +34,14 @@ class Stage:
         states: which of the rule's weight-shaped states it updates.
         n_scalars: how many of the rule's scalars it reads.
         update: ``(g, w, states, h) -> (w, states)``, as a rule's.
+        nonnegative: which of the states are never below 0, as the rule says.
     """
 
     name: str
     states: tuple[str, ...]
     n_scalars: int
     update: Callable
+    nonnegative: tuple[str, ...] = ()
     stages: ClassVar[None] = None
 
 

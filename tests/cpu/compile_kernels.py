@@ -23,12 +23,15 @@ from triton.runtime.jit import JITFunction
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-#: weight dtype, state dtype, master
+#: weight dtype, state format, master
 STORAGE = {
-    "bf16": (BF16, BF16, False),
-    "bf16-noise": (BF16, BF16, False),
-    "fp16-master": (FP16, FP32, True),
-    "fp32": (FP32, FP32, False),
+    "bf16": (BF16, "bf16", False),
+    "bf16-noise": (BF16, "bf16", False),
+    "int8": (BF16, "int8", False),
+    "fp8": (BF16, "fp8", False),
+    "int8-noise": (BF16, "int8", False),
+    "fp16-master": (FP16, "fp32", True),
+    "fp32": (FP32, "fp32", False),
 }
 #: shape, tokens of each segment, accumulator's dtype
 LAUNCHES = {
@@ -43,6 +46,9 @@ COMPILED = [
     ("bf16", "large"),
     ("bf16-noise", "large"),
     ("bf16-noise", "odd"),
+    ("int8", "large"),
+    ("int8-noise", "odd"),
+    ("fp8", "large"),
     ("bf16", "small"),
     ("bf16", "odd"),
     ("bf16", "lookup"),
@@ -58,6 +64,9 @@ ELEMENTWISE = [
     ("bf16", 4096),
     ("bf16-noise", 4096),
     ("bf16-noise", 4097),
+    ("int8", 4096),
+    ("int8-noise", 4097),
+    ("fp8", 4096),
     ("fp16-master", 4096),
     ("fp16-master", 4097),
 ]
@@ -113,20 +122,24 @@ def main() -> None:
 
     JITFunction.run = compile_only
     # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
-    from forge_megatron.formats import Noise, Origin
+    from forge_megatron.formats import Noise, Origin, scale_name, state_format
     from forge_megatron.kernels import Slot, cublas_wgrad, softmax, triton_softmax, triton_step, triton_wgrad
     from forge_megatron.rules import get
 
     rule = get("adamw")
 
     def slot(shape, storage):
-        weight, state, master = STORAGE[storage]
-        states = tuple(torch.zeros(shape, dtype=state) for _ in rule.states)
+        weight, fmt, master = STORAGE[storage]
+        weight = torch.zeros(shape, dtype=weight)
+        state = {}
+        for name in rule.states:
+            state.update(state_format(fmt).allocate(name, weight, nonnegative=name in rule.nonnegative))
+        states = tuple(state[name] for name in rule.states)
+        scales = tuple(state[scale_name(name)] for name in rule.states if scale_name(name) in state)
         scalars = torch.zeros(rule.n_scalars)
         copy = torch.zeros(shape) if master else None
         noise = Noise(torch.zeros(7, dtype=torch.int64), Origin("w"), shape[-1]) if "noise" in storage else None
-        weight = torch.zeros(shape, dtype=weight)
-        return Slot(rule, weight, states, scalars, copy, norm_sq=torch.zeros(()), noise=noise)
+        return Slot(rule, weight, states, scalars, copy, norm_sq=torch.zeros(()), noise=noise, scales=scales)
 
     for storage, name in COMPILED:
         label = f"{storage} {name}"
@@ -145,7 +158,7 @@ def main() -> None:
         label = f"{storage} {size}"
         grad = torch.zeros(size, dtype=STORAGE[storage][0])
         triton_step.step([slot((size,), storage)], [grad], None)
-    for storage in ("bf16", "bf16-noise"):
+    for storage in ("bf16", "bf16-noise", "int8", "int8-noise", "fp8"):
         label = f"{storage} dense"
         cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
     for name in STAGED:

@@ -68,7 +68,7 @@ def test_a_good_recipe_passes(load):
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["parallel.data=2"], "parallel.data", "use_forge=false"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
-        (["optimizer.recipe=int8"], "optimizer.recipe", "int8"),
+        (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),

@@ -18,10 +18,7 @@ from tests.cpu.training import batch, mlp
         ({"sharding": "states"}, "sharding='states'"),
         ({"sharding": "full"}, "sharding='full'"),
         ({"backend": "hopper"}, "hopper"),
-        ({"recipe": "int8"}, "recipe='int8'"),
-        ({"recipe": "fp8"}, "recipe='fp8'"),
         ({"recipe": "fp8-weight"}, "recipe='fp8-weight'"),
-        ({"state_format": "int8"}, "state_format='int8'"),
         ({"weight_store": "fp8"}, "weight_store='fp8'"),
     ],
 )

@@ -41,6 +41,7 @@ register(
     Rule(
         name="adagrad",
         states=("sum",),
+        nonnegative=("sum",),
         defaults={
             "lr_decay": 0.0,
             "eps": 1e-10,

@@ -38,6 +38,7 @@ register(
     Rule(
         name="adamax",
         states=("exp_avg", "exp_inf"),
+        nonnegative=("exp_inf",),
         defaults={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
         scalars=scalars,
         update=update,

@@ -60,6 +60,7 @@ register(
     Rule(
         name="nadam",
         states=("exp_avg", "exp_avg_sq"),
+        nonnegative=("exp_avg_sq",),
         defaults={
             "betas": (0.9, 0.999),
             "eps": 1e-8,

@@ -62,6 +62,8 @@ register(
     Rule(
         name="rmsprop",
         states=("square_avg",),
+        nonnegative=("square_avg",),
+        subtracted=("grad_avg",),
         defaults={
             "momentum": 0.0,
             "alpha": 0.99,

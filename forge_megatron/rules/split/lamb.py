@@ -40,13 +40,14 @@ def direct(u, w, states, statistics, h):
     return u.mul_(torch.where(either_is_zero, 1.0, weight_norm / norm_of_u))
 
 
-STAGES = Stages(Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update), STEP_DECAYED, direct=direct)
+STAGES = Stages(Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update, ("exp_avg_sq",)), STEP_DECAYED, direct=direct)
 
 register(
     Rule(
         name="lamb",
         regime="split",
         states=("exp_avg", "exp_avg_sq"),
+        nonnegative=("exp_avg_sq",),
         defaults={
             "betas": (0.9, 0.999),
             "eps": 1e-6,
