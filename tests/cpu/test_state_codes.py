@@ -254,7 +254,8 @@ def test_every_rule_trains_close_to_its_fp32_states(name, rule):
             optimizer.zero_grad()
         ways.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - start)
     distance = ((ways[1] - ways[0]).norm() / ways[0].norm()).item()
-    assert 0 < distance < {"int8": 0.05, "fp8": 0.12}[name] * (3 if rule == "lion" else 1)
+    # A sign, and the small singular values that Newton-Schulz raises, make more of a code's rounding.
+    assert 0 < distance < {"int8": 0.05, "fp8": 0.12}[name] * (3 if rule in ("lion", "muon") else 1)
 
 
 def test_a_difference_of_states_is_refused():
