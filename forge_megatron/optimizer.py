@@ -101,7 +101,7 @@ class ForgeOptimizer(Capturing):
         self.reduce_norm_sq: Callable[[Tensor], Tensor] = partial(torch.sum, dtype=torch.float64)
         self._parameters: Parameters | None = None
         self.fused_modules: list[nn.Module] = []
-        self._gradients = OrdinaryGradients()
+        self._gradients = OrdinaryGradients(accumulate=self._plan.micro_batches != 1)
         self._watching = False
         # What torch's zero_grad(set_to_none=False) would have left a .grad of zeros.
         self._had_gradient: set[Tensor] = set()
@@ -198,10 +198,14 @@ class ForgeOptimizer(Capturing):
         """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
         self._watching = True
         self._watch(self._ordinary())
+        # An owned weight has a .grad where something reads it without calling its module.
+        self._gradients.widen(self.owned)
 
     def _watch(self, params: list[Tensor]) -> None:
         self._shards.watch(params)
-        self._gradients.watch(p for p in params if p not in self._shards.group_of)
+        whole = [p for p in params if p not in self._shards.group_of]
+        self._gradients.watch(whole)
+        self._gradients.widen(whole)
 
     def _ordinary(self) -> list[Tensor]:
         return [p for p in self._parameters.all if p not in self.owned]

@@ -20,14 +20,20 @@ class OrdinaryGradients:
 
     Attributes:
         labels: what errors call each parameter.
+
+    Args:
+        accumulate: several backwards add to one ``.grad``; it is fp32 then, as an owned weight's sum is: in bf16 a sum
+            of 256 and 1 is 256.
     """
 
-    def __init__(self):
+    def __init__(self, *, accumulate: bool = False):
+        self._accumulate = accumulate
+        self._widened: set[Tensor] = set()
         self.labels: dict[Tensor, str] = {}
         self._noted: dict[Tensor, tuple[TensorWeakRef, int, int]] = {}
         self._stepped: tuple[Tensor, TensorWeakRef, int] | None = None
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, _remove, self._handles, self._widened).atexit = False
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Notes what autograd accumulates into the trainable ones of ``params`` from now on."""
@@ -36,8 +42,15 @@ class OrdinaryGradients:
                 hook = partial(_accumulated, weakref.ref(self))
                 self._handles[p] = p.register_post_accumulate_grad_hook(hook)
 
+    def widen(self, params: Iterable[Tensor]) -> None:
+        """Where micro-batches accumulate: makes the ``.grad`` that autograd will write to ``params`` fp32."""
+        for p in params if self._accumulate else ():
+            if p.dtype in (torch.bfloat16, torch.float16) and p.grad is None:
+                p.grad_dtype = torch.float32
+                self._widened.add(p)
+
     def release(self) -> None:
-        _remove(self._handles)
+        _remove(self._handles, self._widened)
 
     def note(self, p: Tensor) -> None:
         self._noted[p] = (TensorWeakRef(p.grad), p.grad._version, torch._C._current_graph_task_id())
@@ -89,7 +102,12 @@ def _accumulated(reference: weakref.ref[OrdinaryGradients], p: Tensor) -> None:
         gradients.note(p)
 
 
-def _remove(handles: dict) -> None:
+def _remove(handles: dict, widened: set[Tensor]) -> None:
     for handle in handles.values():
         handle.remove()
     handles.clear()
+    for p in widened:
+        grad, p.grad = p.grad, None
+        p.grad_dtype = p.dtype
+        p.grad = None if grad is None else grad.to(p.dtype)
+    widened.clear()

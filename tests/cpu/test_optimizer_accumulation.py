@@ -67,7 +67,7 @@ def test_windows_of_other_lengths(backend):
 
 
 @backends
-def test_many_micro_batches_of_random_length_equal_one_batch(backend):
+def test_many_micro_batches_of_random_length_equal_one_batch(backend):  # field log row 12
     pair = Pair(mlp(6, 8, 4), backend=backend, accumulation_steps=None)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (16,), generator=generator).tolist()
@@ -179,7 +179,7 @@ def test_a_view_of_a_large_buffer_does_not_keep_it_alive(backend):
     assert kept == [2 * 8 * 4]
 
 
-class TestDiscardingAWindow:
+class TestDiscardingAWindow:  # field log row 26
     @backends
     @pytest.mark.parametrize("set_to_none", [True, False])
     @pytest.mark.parametrize("micro_batches", [1, 3], ids=["kept", "folded"])

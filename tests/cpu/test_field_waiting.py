@@ -1,0 +1,166 @@
+"""Public faults of clipping, accumulation and token weighting, each with its values, fused and on the fallback.
+
+The fallback is a weight that something reads without calling its module, and so is stepped from ``.grad``.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forge_megatron as forge
+from forge_megatron import kernels
+from tests.cpu import oracles
+from tests.cpu.training import backends, batch, mlp
+
+paths = pytest.mark.parametrize(
+    "call", [nn.Linear.__call__, lambda layer, x: F.linear(x, layer.weight)], ids=["fused", "fallback"]
+)
+
+
+def scalar(backend: str, rule: str = "adamw", dtype=torch.float32, **options):
+    """One weight, 0, and its optimizer."""
+    layer = nn.Linear(1, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(layer.weight)
+    return layer, forge.attach(layer, rule, lr=1e-2, weight_decay=0.0, backend=backend, **options)
+
+
+@backends
+def test_with_clipping_every_module_runs_once(backend, monkeypatch):  # field log row 4
+    """One forward and one backward a module; the gradient's tiles are formed twice, for the norm and for the step."""
+    model = mlp(6, 8, 8, 4, bias=False)
+    optimizer = forge.attach(model, lr=1e-3, clip_grad_norm=0.1, backend=backend)
+    calls = dict.fromkeys(("forward", "backward", "norm"), 0)
+
+    def counted(key, function):
+        def counting(*args, **kwargs):
+            calls[key] += 1
+            return function(*args, **kwargs)
+
+        return counting
+
+    for layer in model[::2]:
+        layer.register_forward_hook(counted("forward", lambda *_: None))
+        layer.register_full_backward_hook(counted("backward", lambda *_: None))
+    monkeypatch.setattr(kernels, "wgrad_norm_sq", counted("norm", kernels.wgrad_norm_sq))
+    steps, stepped = kernels.wgrad_steps, []
+    monkeypatch.setattr(kernels, "wgrad_steps", lambda slots, *a, **k: (stepped.extend(slots), steps(slots, *a, **k)))
+    x = batch(5, 6).requires_grad_()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert calls == {"forward": 3, "backward": 3, "norm": 3}
+    assert sorted(slot.name for slot in stepped) == ["0.weight", "2.weight", "4.weight"]
+
+
+@backends
+@paths
+def test_four_micro_batches_by_hand(backend, call):  # field log rows 11, 14, 16
+    layer, optimizer = scalar(backend, accumulation_steps=4)
+    for gradient in (1.0, 2.0, 3.0, 6.0):
+        (call(layer, torch.tensor([[gradient]])).sum() / 4).backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    assert state["step"] == 1
+    assert abs(state["exp_avg"].item() - 0.30) < 1e-6
+    assert abs(state["exp_avg_sq"].item() - 0.009) < 1e-8
+    assert abs(layer.weight.item() + 0.01) < 1e-7
+
+
+@backends
+@paths
+def test_micro_batches_of_bf16_weights_are_summed_in_fp32(backend, call):  # field log row 20
+    """bf16 has no 257: a sum in it stays at 256, for one more gradient of 1 and for any number of them."""
+    layer, optimizer = scalar(backend, dtype=torch.bfloat16, accumulation_steps=None, recipe="fp32-state")
+    for gradient in (256.0, 1.0):
+        call(layer, torch.tensor([[gradient]], dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.grad_norm == 257.0
+    for _ in range(300):
+        call(layer, torch.tensor([[1.0]], dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert optimizer.grad_norm == 300.0
+
+
+def test_a_detached_models_gradients_have_its_dtype_again():
+    layer, optimizer = scalar("reference", dtype=torch.bfloat16, accumulation_steps=2)
+    optimizer.detach()
+    layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("chunk", [512, 64])
+@paths
+def test_a_heads_gradient_by_chunks_is_that_of_one_gemm(call, chunk):  # field log row 21
+    """8192 tokens in bf16; the error against fp64 does not grow with the number of chunks."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
+    optimizer = forge.attach(head, lr=1e-3, accumulation_steps=None, recipe="fp32-state", weight_decay=0.0)
+    x, dy = (batch(8192, width, seed=width).bfloat16() for width in (64, 256))
+    for part, slope in zip(x.split(chunk), dy.split(chunk), strict=True):
+        call(head, part).backward(slope)
+    optimizer.step()
+    wanted = oracles.wgrad([(dy, x)], shape=head.weight.shape)
+    gradient = optimizer.state[head.weight]["exp_avg"].double() / 0.1
+    assert (gradient - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@backends
+@paths
+def test_the_token_count_of_a_window_comes_late(backend, call):  # field log row 22
+    """10 tokens of gradient 1 and 990 of gradient 0: 0.01, where a mean of means gives 0.5."""
+    layer, optimizer = scalar(backend, waiting=True, accumulation_steps=None)
+    tokens = 0
+    for count, gradient in ((10, 1.0), (990, 0.0)):
+        call(layer, torch.full((count, 1), gradient)).sum().backward()
+        tokens += count
+    optimizer.step(gradient_multiplier=1 / tokens)
+    assert abs(optimizer.state[layer.weight]["exp_avg"].item() - 0.1 * 0.01) < 1e-9
+    assert abs(optimizer.grad_norm.item() - 0.01) < 1e-8
+
+
+@backends
+@paths
+def test_clipping_by_hand(backend, call):  # field log row 1
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = forge.attach(layer, "sgd", lr=1.0, clip_grad_norm=1.0, backend=backend)
+    call(layer, torch.tensor([[3.0, 4.0]])).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), torch.tensor([[-0.5999999, -0.7999998]]), rtol=0, atol=1e-6)
+    assert optimizer.grad_norm == 5.0
+
+
+@backends
+@paths
+def test_a_bad_step_between_two_good_ones(backend, call):  # field log rows 10, 88
+    """It changes nothing, is counted once, its norm is not a number, and its parameter is named."""
+    layer, optimizer = scalar(backend, skip="atomic")
+    seen = []
+    optimizer.on_skip(seen.append)
+    for gradient in (1.0, float("nan"), 1.0):
+        call(layer, torch.tensor([[gradient]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if gradient != gradient:
+            assert optimizer.grad_norm.isnan()
+    state = optimizer.state[layer.weight]
+    assert state["step"] == 2
+    assert abs(state["exp_avg"].item() - 0.19) < 1e-6
+    assert optimizer.skipped_steps == 1
+    assert [skip.names for skip in seen] == [("weight",)]
+
+
+@backends
+@paths
+def test_the_loss_scale_is_out_before_the_update(backend, call):  # field log row 85
+    """SGD, whose step is as large as its gradient: -0.01 and not -0.01 × 2**16."""
+    layer, optimizer = scalar(backend, "sgd", waiting=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for gradient in (1.0, float("inf"), 2.0):
+        scaler.scale(call(layer, torch.tensor([[gradient]])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert abs(layer.weight.item() + 0.03) < 1e-8
+    assert scaler.get_scale() == 2.0**15
