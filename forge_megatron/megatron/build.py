@@ -21,11 +21,13 @@ from forge_megatron.formats import RECIPES
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
+from forge_megatron.megatron.matrices import expect_whole_matrices, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
 from forge_megatron.optimizer import ForgeOptimizer
+from forge_megatron.rules import Rule
 
 _UPDATES = ("auto", "backward", "step")
 
@@ -109,7 +111,8 @@ def get_forge_optimizer(
 
     Raises:
         RuntimeError: :func:`prepare` was not called before DDP was built.
-        NotImplementedError: a switch that is not built, by name.
+        NotImplementedError: a switch that is not built, or a rule that reads whole matrices beside tensor
+            parallelism, by name.
         TypeError: a hyperparameter that the rule does not have.
         ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
@@ -120,6 +123,7 @@ def get_forge_optimizer(
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
+    expect_whole_matrices(_rule(config, options), parallel_state.get_tensor_model_parallel_world_size())
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:
@@ -189,6 +193,10 @@ def _is_stochastic(recipe: str | None) -> bool:
     return recipe in RECIPES and RECIPES[recipe][1] == "stochastic"
 
 
+def _rule(config: OptimizerConfig, options: ForgeOptions) -> Rule:
+    return megatrons(config) if options.rule is None else rules.get(options.rule)
+
+
 def _forge(
     config: OptimizerConfig,
     options: ForgeOptions,
@@ -198,13 +206,14 @@ def _forge(
     waits: bool,
 ) -> ForgeOptimizer:
     owned = [weight for conversion in conversions for weight in conversion.owned.values()]
-    rule = megatrons(config) if options.rule is None else rules.get(options.rule)
+    rule = _rule(config, options)
+    model = unwrap(model_chunks[0]).config
     groups = []
     for group in layout.groups:
         members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
         if members:
             named = {} if options.rule is None else {"rule": rule.name}
-            groups.append({**group, **named, "params": members})
+            groups += groups_of(rule, options.hyperparameters, config, model, {**group, **named}, members)
     forge = ForgeOptimizer(
         groups,
         rule.name,

@@ -114,8 +114,10 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
             if layout.owns(parameter):
                 state[position] = forge.exported_state(parameter)
                 own = forge.param_groups[forge_at[id(parameter)][0]]
+                # A rule may cut one of Megatron's groups into several, each with hyperparameters of its own.
                 if not is_megatrons:
-                    of_rule = {"forge": {k: v for k, v in own.items() if k not in _MEMBERS}}
+                    index = str(forge_at[id(parameter)][0])
+                    of_rule.setdefault("forge", {})[index] = {k: v for k, v in own.items() if k not in _MEMBERS}
                 elif keys is group:
                     keys = {**defaults, **counted, **own}
             else:
@@ -164,12 +166,18 @@ def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> t
     return tensor, differing
 
 
-def _running(optimizer: ForgeMegatronOptimizer) -> dict[str, dict[str, float]]:
-    """By name, the numbers that a rule keeps of each parameter beside its step; Megatron's format has no place."""
-    forge, names = optimizer.forge, optimizer.layout.names
-    if not forge.rule.running:
-        return {}
-    return {names[p]: {key: float(state[key]) for key in forge.rule.running} for p, state in forge.state.items()}
+def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> dict[str, dict[str, Tensor]]:
+    """By name, the states that are not weight-shaped, out of ``state``: Megatron's format has no place for them.
+
+    A rule's running numbers, and the statistics of a layer, which is whole on its rank.
+    """
+    layout, taken = optimizer.layout, {}
+    for position, parameter in enumerate(layout.parameters()):
+        entry = state.get(position, {}) if layout.owns(parameter) else {}
+        own = [key for key, value in entry.items() if key != "step" and value.shape != parameter.shape]
+        if own:
+            taken[layout.names[parameter]] = {key: entry.pop(key) for key in own}
+    return taken
 
 
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
@@ -199,14 +207,14 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
     merged = _merged(optimizer)
     shards = get_param_id_to_sharded_param_map(model_state, optimizer.layout.parameters())
     common_step, differing = _split_steps(optimizer, merged["state"])
-    running = _running(optimizer)
-    optim_state_to_sharding_state(merged, shards, exclude_keys=("step", *optimizer.forge.rule.running))
+    unsharded = _take_unsharded(optimizer, merged["state"])
+    optim_state_to_sharding_state(merged, shards, exclude_keys=("step",))
     if common_step:
         merged["state"]["common_step"] = common_step
     if differing:
         merged["forge_steps"] = differing
-    if running:
-        merged["forge_running"] = running
+    if unsharded:
+        merged["forge_states"] = unsharded
     if not _is_mixed(optimizer):
         return merged
     copies = [
@@ -267,7 +275,7 @@ def _entry(optimizer: ForgeMegatronOptimizer, inner: dict, key: int, parameter: 
     name = optimizer.layout.names[parameter]
     if key not in inner["state"]:
         raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-    entry = {**inner["state"][key], **inner.get("forge_running", {}).get(name, {})}
+    entry = {**inner["state"][key], **inner.get("forge_states", {}).get(name, {})}
     if name in inner.get("forge_steps", {}):
         entry["step"] = inner["forge_steps"][name]
     elif "step" not in entry:
@@ -281,14 +289,14 @@ def _load_owned(optimizer: ForgeMegatronOptimizer, entries: dict[Tensor, dict], 
     layout, forge = optimizer.layout, optimizer.forge
     group_of = {id(p): index for index, group in enumerate(layout.groups) for p in group["params"]}
     state, param_groups, position = {}, [], 0
-    for group in forge.param_groups:
+    for index, group in enumerate(forge.param_groups):
         ids = []
         for parameter in group["params"]:
             state[position] = entries[parameter]
             ids.append(position)
             position += 1
         theirs = groups[group_of[id(group["params"][0])]]
-        theirs = theirs.get("forge", theirs)
+        theirs = theirs.get("forge", {}).get(str(index), theirs)
         param_groups.append({**{k: v for k, v in theirs.items() if k in group or k == "rule"}, "params": ids})
     # A group that names no rule was written by Megatron's own optimizer, or in its place.
     marker = {"version": 1, "rule": megatrons(optimizer.config).name, "exported": True}
