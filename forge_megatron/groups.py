@@ -34,6 +34,8 @@ def complete(group: dict, rule: Rule, defaults: Mapping) -> dict:
         TypeError: a hyperparameter that the group's rule does not read; no ``lr`` beside another rule.
         ValueError: an unknown rule, or a value that is refused.
     """
+    if not isinstance(group, dict):
+        raise TypeError(f"a parameter group must be a dict, and is a {type(group).__name__}")
     own = rule_of(group, rule)
     further = group.keys() - {"lr", *own.defaults} - _STRUCTURE
     unread = sorted(further & rules.hyperparameters()) if further else []

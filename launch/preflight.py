@@ -139,9 +139,11 @@ def _check_forge(recipe: Recipe) -> None:
             "parallel.tensor for all ranks, or optimizer.use_forge=false",
         )
     try:
-        rules.get(recipe.optimizer.rule)
+        rule = rules.get(recipe.optimizer.rule)
     except ValueError as error:
         raise RecipeError("optimizer.rule", str(error)) from error
+    if rule.regime != "fused" and recipe.parallel.tensor > 1:
+        raise RecipeError("optimizer.rule", f"{rule.name} reads whole matrices: set parallel.tensor to 1")
     try:
         formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (ValueError, NotImplementedError) as error:

@@ -19,22 +19,22 @@ def megatrons(config: OptimizerConfig) -> Rule:
     return rules.get(config.optimizer)
 
 
-def hyperparameters(config: OptimizerConfig, rule: Rule, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(config: OptimizerConfig, rule: Rule, given: Mapping[str, Any]) -> dict[str, Any]:
     """The rule's, from Megatron's options of the same meaning, then from ``--forge-rule-options``.
 
     ``--adam-beta1``, ``--adam-beta2`` and ``--adam-eps`` are those of all rules that have both betas and eps.
     """
     known = rule.defaults.keys()
-    given: dict[str, Any] = {"lr": config.lr}
+    found: dict[str, Any] = {"lr": config.lr}
     if "weight_decay" in known:
-        given["weight_decay"] = config.weight_decay
-    if {"betas", "eps"} <= known and len(rule.defaults["betas"]) == 2:
-        given.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        found["weight_decay"] = config.weight_decay
+    if {"betas", "eps"} <= known:
+        found.update(betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     if rule.name == "lion" and config.optimizer == "lion":
-        given["betas"] = (config.lion_beta1, config.lion_beta2)
+        found["betas"] = (config.lion_beta1, config.lion_beta2)
     if rule.name in ("sgd", "momentum"):
-        given["momentum"] = config.sgd_momentum
-    return {**given, **chosen}
+        found["momentum"] = config.sgd_momentum
+    return {**found, **given}
 
 
 def dense_states(config: OptimizerConfig) -> tuple[str, ...]:

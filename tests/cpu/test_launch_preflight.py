@@ -69,6 +69,7 @@ def test_a_good_recipe_passes(load):
         (["parallel.data=2"], "parallel.data", "use_forge=false"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
+        (["optimizer.rule=muon", "parallel.tensor=2"], "optimizer.rule", "reads whole matrices"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import forge_megatron as forge
 from forge_megatron.rules import available, fused
@@ -152,6 +153,35 @@ def pair_of(form, **options):
 def test_every_rule_trains_as_its_reference(form, backend, clip):
     pair = pair_of(form, backend=backend, clip=clip)
     pair.train(*(mean_square(batch(5, 6, seed=seed)) for seed in range(3)))
+    pair.expect_equal()
+
+
+@pytest.mark.parametrize("form", oracles.FORMS)
+def test_every_rule_trains_a_model_with_an_embedding(form):
+    """Rows whose tokens do not come are stepped too, with a gradient of 0."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Linear(6, 4))
+    pair = Pair(model, rule=form.partition("-")[0], lr=1e-3, weight_decay=0.1, **oracles.FORMS[form])
+    tokens = torch.tensor([[1, 2, 2], [9, 1, 0]])
+    pair.train(*(lambda model, shift=shift: model(tokens + shift).square().mean() for shift in (0, 1, 0)))
+    pair.expect_equal()
+
+
+def one_cycle(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6, base_momentum=0.6, max_momentum=0.9)
+
+
+WITHOUT_MOMENTUM = ("sgd", "adagrad", "rmsprop", "rmsprop-centered")
+
+
+@pytest.mark.parametrize("form", [form for form in oracles.FORMS if form not in WITHOUT_MOMENTUM])
+def test_one_cycle_moves_the_momentum_too(form):
+    pair = pair_of(form)
+    schedules = [one_cycle(optimizer) for _, optimizer in pair.sides()]
+    for seed in range(5):
+        pair.train(mean_square(batch(5, 6, seed=seed)))
+        for schedule in schedules:
+            schedule.step()
     pair.expect_equal()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_megatron import rules
 from forge_megatron.megatron import switches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,3 +71,30 @@ def test_the_example_runs():
 def test_the_table_of_switches_is_the_codes():
     shown = re.search(r"<!-- switches -->\n(.*?)\n?<!-- /switches -->", README, re.S)[1]
     assert shown == switches.markdown(), f"put this between the marks:\n{switches.markdown()}"
+
+
+def rows_of_rules() -> dict[str, list[str]]:
+    section = README.partition("### Rules\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "`tests/" in line]
+    return {name: row for row in rows if len(row) == 7 for name in re.findall(r"`(\w+)`", row[0])}
+
+
+def test_the_table_of_rules_lists_what_there_is():
+    """Every rule; of regime 1 also each state, and four bytes for each of them in fp32."""
+    rows = rows_of_rules()
+    assert sorted(rows) == rules.available()
+    numbers = {"fused": "1", "split": "2", "deferred": "3", "projected": "projected"}
+    for name, (_, regime, states, sizes, *_) in rows.items():
+        rule = rules.get(name)
+        assert regime == numbers[rule.regime], name
+        if rule.regime != "fused" or states == "the same":
+            continue
+        always = states.split(";")[0]
+        assert tuple(re.findall(r"`(\w+)`", always)) == rule.states, name
+        assert int(sizes.split(";")[0]) == 4 * len(rule.states), name
+        switches = ({"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"centered": True, "momentum": 0.9})
+        for switched in switches:
+            if switched.keys() <= rule.defaults.keys():
+                variant = rule.variant({**rule.defaults, "lr": 1.0, **switched})
+                assert all(f"`{state}`" in states for state in variant.states), name
+                assert str(4 * len(variant.states)) in sizes.split("; "), name
