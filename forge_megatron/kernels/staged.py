@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..rules import Stage
+from ..rules.stages import STORE_GRADIENT, Stage
 from . import fused
 from .slot import Segment, Slot
 
@@ -37,8 +37,9 @@ def wgrad_steps(
 ) -> None:
     """Step the matrices of one stack from their gradients' factors."""
     stack = _scratch(slots)
+    epilogue = _store if slots[0].rule.stages.epilogue is STORE_GRADIENT else fused.wgrad_step
     for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
-        fused.wgrad_step(_epilogue(slot, u), *gradient, backend)
+        epilogue(_epilogue(slot, u), *gradient, backend)
     _finish(slots, stack, backend)
 
 
@@ -50,6 +51,19 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
         epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
         fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
         _finish(batch, stack, backend)
+
+
+def _store(
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> None:
+    """The epilogue of rules that begin with G itself: written where it stays, by one GEMM where there is one."""
+    u = slot.weight
+    fused.wgrad_write(segments, u, accumulator, backend)
+    norm_sq = u.new_empty(()) if slot.norm_sq is None else slot.norm_sq
+    fused.wgrad_norm_sq((), norm_sq, u, u.shape, backend)
+    # Where a fused epilogue leaves one coordinate NaN, this leaves all: no rule that stores G reads just one.
+    factor = torch.where(torch.isfinite(norm_sq), 1.0, math.nan)
+    u.mul_(factor if multiplier is None else factor * multiplier)
 
 
 def stacks(slots: Sequence[Slot]) -> Iterator[list[int]]:
