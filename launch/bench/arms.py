@@ -32,12 +32,14 @@ class Arm:
         exact: its update is ``torch.optim.AdamW``'s; otherwise its distance from it is reported, not bounded.
         package: what must be installed, as pip names it; None: torch alone.
         captured: the whole step is one CUDA graph.
+        fused_head: the loss is taken by blocks of the vocabulary, without logits.
     """
 
     attach: Callable
     exact: bool = True
     package: str | None = None
     captured: bool = False
+    fused_head: bool = False
 
 
 def _hyperparameters(lr: float, weight_decay: float) -> dict:
@@ -135,6 +137,8 @@ ARMS: dict[str, Arm] = {
     "apollo": Arm(apollo, exact=False, package="apollo-torch"),
     "forge": Arm(_forge()),
     "forge-captured": Arm(_forge(), captured=True),
+    "forge-head": Arm(_forge(), fused_head=True),
+    "forge-head-captured": Arm(_forge(), captured=True, fused_head=True),
     "forge-int8": Arm(_forge(state_format="int8"), exact=False),
     "forge-fp8": Arm(_forge(state_format="fp8"), exact=False),
     "forge-clip": Arm(_forge(clip_grad_norm=1.0), exact=False),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from forge_megatron.vocab import causal_lm_loss
 from launch import provenance
 from launch.bench import arms
 from launch.bench.model import build
@@ -34,8 +35,11 @@ class Loop:
     model: nn.Module
     optimizer: object
     tokens: torch.Tensor
+    fused_head: bool = False
 
     def forward(self) -> torch.Tensor:
+        if self.fused_head:
+            return causal_lm_loss(self.model, self.tokens, self.tokens)
         return self.model(input_ids=self.tokens, labels=self.tokens).loss
 
     def step(self) -> torch.Tensor:
@@ -50,7 +54,7 @@ def prepare(shape: Shape, arm: arms.Arm, device: str, batch: int, sequence: int,
     model = build(shape, device)
     generator = torch.Generator(device=device).manual_seed(1)
     tokens = torch.randint(shape.vocab_size, (batch, sequence), generator=generator, device=device)
-    return Loop(model, arm.attach(model, **hyperparameters), tokens)
+    return Loop(model, arm.attach(model, **hyperparameters), tokens, arm.fused_head)
 
 
 def parity(name: str, kind: str, device: str) -> dict:

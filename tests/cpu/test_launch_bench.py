@@ -9,7 +9,7 @@ from launch.bench import __main__ as bench_main
 from launch.bench import arms, cell, report, spec
 
 
-@pytest.mark.parametrize("name", ["adamw-fused", "adamw-fused-in-backward", "forge"])
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw-fused-in-backward", "forge", "forge-head"])
 def test_an_exact_arm_makes_torch_updates(name):
     assert cell.parity(name, "llama", "cpu")["distance"] < cell.PARITY_BOUND / 4
 
