@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounter
 
+from tests.cpu import live
 from tests.cpu.training import Pair, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
@@ -173,3 +174,22 @@ def test_a_compiled_model_in_evaluation():
     pair.model.train()
     compiled_step(pair, compiled, batch(5, 8))
     pair.expect_equal()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_and_a_fused_head(tied):
+    """One compiled model; a schedule makes no new graph (field log row 77)."""
+    model, twin = live.LanguageModel(tied), live.LanguageModel(tied, fused=False)
+    pair = Pair(model, twin=twin, eps=1e-6)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    graphs = []
+    for seed in range(4):
+        for _, optimizer in pair.sides():
+            optimizer.param_groups[0]["lr"] = 1e-3 / (seed + 1)
+        compiled(live.ids(seed)).backward()
+        twin(live.ids(seed)).backward()
+        pair.close()
+        graphs.append(counter.frame_count)
+    pair.expect_equal()
+    assert graphs[1:] == graphs[1:2] * 3
