@@ -40,9 +40,10 @@ def ids(seed: int, device="cpu") -> Tensor:
 
 
 def tensors() -> list[Tensor]:
-    """Every tensor that Python can reach, and their gradients."""
+    """Every tensor with memory that Python can reach, and their gradients."""
     gc.collect()
-    found = [object for object in gc.get_objects() if issubclass(type(object), Tensor)]
+    # A compiler's tensors are of classes of their own.
+    found = [object for object in gc.get_objects() if type(object) in (Tensor, nn.Parameter) and not object.is_meta]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
