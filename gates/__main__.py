@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gates.gate import DTYPES, IDS, MOST_RANKS, Case, Result, get, required, sweep
+from gates.gate import DTYPES, IDS, MOST_RANKS, SHARDINGS, Case, Result, get, required, sweep
 from gates.receipt import RECEIPT, Receipt, device_name
 from gates.run import run
 
@@ -24,10 +24,12 @@ def parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser("python -m gates", description=__doc__.split("\n")[0])
     cli.add_argument("ids", nargs="*", metavar="ID", help=f"gates to run, of {', '.join(IDS)} (default: all)")
     cli.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    cli.add_argument("--nproc", type=int, metavar="N", help="processes, which is the tensor-parallel degree")
+    cli.add_argument("--nproc", type=int, metavar="N", help="processes, which is the degree of each gate's axis")
     cli.add_argument("--dtype", choices=DTYPES, help="only this dtype; of a job: its weights' (default: fp32)")
     job = cli.add_argument_group("what a job needs: its gates, and with --ensure only those that were never run")
     job.add_argument("--tp", type=int, metavar="N", help="the job's tensor-parallel degree")
+    job.add_argument("--dp", type=int, metavar="N", help="the job's data-parallel degree")
+    job.add_argument("--sharding", choices=SHARDINGS, default="none", help="over its data-parallel ranks")
     job.add_argument("--sp", action="store_true", help="the job uses sequence parallelism")
     job.add_argument("--ensure", action="store_true", help="exit 3 with the reason where a gate is red or stale")
     return cli
@@ -42,14 +44,18 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     unknown = [name for name in args.ids if name.upper() not in IDS]
     if unknown:
         raise ValueError(f"no gate is called {', '.join(unknown)}; there are {', '.join(IDS)}")
-    if args.tp is None and (args.ensure or args.sp):
-        raise ValueError("--ensure and --sp are about a job: give its --tp too")
-    if args.tp is not None:
+    is_job = args.tp is not None or args.dp is not None
+    if not is_job and (args.ensure or args.sp or args.sharding != "none"):
+        raise ValueError("--ensure, --sp and --sharding are about a job: give its --tp or --dp too")
+    if is_job:
+        tp, dp = args.tp or 1, args.dp or 1
         if args.ids or args.nproc:
-            raise ValueError("--tp chooses the gates that a job needs: give no ID and no --nproc with it")
-        if args.tp < 1 or (args.sp and args.tp == 1):
-            raise ValueError(f"--tp {args.tp}{' --sp' if args.sp else ''} is no parallel layout")
-        return required(args.tp, args.sp, args.dtype or "fp32", args.device)
+            raise ValueError("--tp and --dp choose the gates that a job needs: give no ID and no --nproc with them")
+        if min(1 if args.tp is None else args.tp, 1 if args.dp is None else args.dp) < 1 or (args.sp and tp == 1):
+            raise ValueError(f"{job_options(args)} is no parallel layout")
+        if dp == 1 and args.sharding != "none":
+            raise ValueError(f"--sharding {args.sharding} has nothing to shard over: give --dp too")
+        return required(tp, args.sp, args.dtype or "fp32", args.device, dp, args.sharding)
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
     ids = [name.upper() for name in args.ids] or list(IDS)
@@ -60,10 +66,17 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def job_options(args: argparse.Namespace) -> str:
+    """The job's own options, as they were given."""
+    options = [f"--{name} {value}" for name in ("tp", "dp") if (value := getattr(args, name)) is not None]
+    options += [f"--sharding {args.sharding}"] * (args.sharding != "none") + ["--sp"] * args.sp
+    return " ".join(options)
+
+
 def check_devices(cases: list[Case]) -> None:
     """Raises ValueError where a case needs more GPUs than there are."""
     if any(case.device == "cuda" for case in cases):
-        needed, there = max(case.tp for case in cases), torch.cuda.device_count()
+        needed, there = max(case.world for case in cases), torch.cuda.device_count()
         if needed > there:
             raise ValueError(f"{needed} ranks need as many GPUs, and this machine has {there}: see --nproc")
 
@@ -91,7 +104,7 @@ def run_all(cases: list[Case], receipt: Receipt, console: Console) -> list[Resul
     return results
 
 
-def ensure(cases: list[Case], receipt: Receipt, console: Console) -> int:
+def ensure(cases: list[Case], receipt: Receipt, console: Console, job: str) -> int:
     """Run the cases that the receipt does not cover; refuse where one is red or stale."""
     objections = {case.key: receipt.objection(case) for case in cases if receipt.covers(case)}
     objections = {key: why for key, why in objections.items() if why}
@@ -102,8 +115,7 @@ def ensure(cases: list[Case], receipt: Receipt, console: Console) -> int:
     for key, why in objections.items():
         console.print(f"gate {key} is {why}", style="red", highlight=False, soft_wrap=True)
     if objections:
-        job = cases[-1]
-        command = f"python -m gates --device {job.device} --tp {job.tp}{' --sp' * job.sp} --dtype {job.dtype}"
+        command = f"python -m gates --device {cases[-1].device} {job}"
         console.print(f"not started; `{command}` runs these gates again", highlight=False, soft_wrap=True)
         return REFUSED
     console.print(f"gates: {len(cases)} green in {RECEIPT.name}", highlight=False)
@@ -122,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gates: {error}", file=sys.stderr)
         return REFUSED if args.ensure else IMPOSSIBLE
     if args.ensure:
-        return ensure(cases, receipt, console)
+        return ensure(cases, receipt, console, f"{job_options(args)} --dtype {args.dtype or 'fp32'}")
     results = run_all(cases, receipt, console)
     console.print(f"receipt: {RECEIPT}", highlight=False, soft_wrap=True)
     return 0 if all(result.passed for result in results) else RED

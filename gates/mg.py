@@ -135,7 +135,7 @@ def measure(case: Case) -> list[Reading]:
 GATE = Gate(
     id="MG",
     compares=f"a Megatron GPT with FORGE against Megatron's own optimizer, from identical weights, {STEPS} steps",
-    least_tp=1,
+    least=1,
     sp=(False, True),
     dtypes=("fp32", "bf16"),
     measure=measure,

@@ -29,7 +29,7 @@ def run(cases: list[Case], timeout_s: float = TIMEOUT_S) -> Iterator[Result]:
         cases: in the order of the results.
         timeout_s: the longest that one case may take.
     """
-    for _, group in groupby(cases, key=lambda case: (case.device, case.tp)):
+    for _, group in groupby(cases, key=lambda case: (case.device, case.tp, case.dp)):
         pending = list(group)
         while pending:
             results = list(_run_together(pending, timeout_s))
@@ -56,7 +56,7 @@ def _run_together(cases: list[Case], timeout_s: float) -> Iterator[Result]:
 
 def _torchrun(cases: list[Case], folder: Path, log: Path, timeout_s: float) -> str:
     """Run the ranks to their end. Returns what went wrong, or nothing."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].tp}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].world}"]
     command += ["-m", "gates.worker", json.dumps([case.to_dict() for case in cases]), str(folder)]
     # One connection keeps the order in which a collective and the update behind it were issued.
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -32,7 +32,7 @@ def measure(case: Case) -> list[Reading]:
 GATE = Gate(
     id="SP1",
     compares="column→row pairs, sequence-parallel against tensor-parallel against dense, after 5 steps",
-    least_tp=2,
+    least=2,
     sp=(True,),
     dtypes=("fp32",),
     measure=measure,

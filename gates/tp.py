@@ -39,7 +39,7 @@ def measure(case: Case) -> list[Reading]:
 GATE = Gate(
     id="TP",
     compares="column→row pairs, tensor-parallel with FORGE against dense torch.optim.AdamW, after 5 steps",
-    least_tp=2,
+    least=2,
     sp=(False,),
     dtypes=("fp32", "bf16"),
     measure=measure,

@@ -142,6 +142,9 @@ class FullySharded:
             group.updates += 1
         self._calls.clear()
         self._drop()
+        self._reshard()
+
+    def _reshard(self) -> None:
         for group in self._groups:
             for module in group.modules:
                 module.reshard()

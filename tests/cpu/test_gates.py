@@ -13,7 +13,7 @@ import torch
 
 import gates.__main__ as cli
 from gates import receipt as receipts
-from gates.gate import Case, Reading, Result, get, reduced, required, sweep
+from gates.gate import IDS, Case, Reading, Result, get, reduced, required, sweep
 from gates.receipt import ROOT, Receipt
 from gates.run import run
 from gates.worker import _over_ranks
@@ -78,10 +78,15 @@ def names(cases: list[Case]) -> list[str]:
             ["TP tp4 fp32 cpu", "TP tp4 bf16 cpu", "SP1 tp4 sp fp32 cpu", "MG tp4 sp fp32 cpu", "MG tp4 sp bf16 cpu"],
         ),
         ((64, False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
+        (
+            (1, False, "bf16", 64, "full"),
+            ["MG tp1 fp32 cpu", "MG tp1 bf16 cpu", "F1 dp8 fp32 cpu", "F2 dp8 fp32 cpu", "F3 dp8 bf16 cpu"]
+            + ["MW dp8 bf16 cpu"],
+        ),
     ],
 )
 def test_a_job_needs_the_gates_of_its_degrees(job, needs):
-    assert names(required(*job, "cpu")) == needs
+    assert names(required(*job[:3], "cpu", *job[3:])) == needs
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 7, 8, 9, 64])
@@ -97,7 +102,7 @@ def test_the_sweep_runs_every_gate_at_every_degree_and_dtype():
     assert names(sweep(["MG", "TP"], [1], "cpu")) == ["MG tp1 fp32 cpu", "MG tp1 bf16 cpu"]
 
 
-@pytest.mark.parametrize("gate_id", ["TP", "SP1", "MG"])
+@pytest.mark.parametrize("gate_id", IDS)
 def test_a_gate_is_one_file_that_says_what_it_compares(gate_id):
     assert (ROOT / "gates" / f"{gate_id.lower()}.py").is_file()
     assert get(gate_id).id == gate_id
@@ -159,9 +164,11 @@ def test_red_exits_1(command, readings):
         (["XX"], "no gate is called XX"),
         (["--nproc", "9"], "between 1 and 8"),
         (["TP", "--nproc", "1"], "nothing for 1 processes"),
-        (["--ensure"], "give its --tp"),
+        (["--ensure"], "give its --tp or --dp"),
         (["--tp", "2", "TP"], "no ID"),
         (["--tp", "1", "--sp"], "no parallel layout"),
+        (["--dp", "0"], "no parallel layout"),
+        (["--tp", "2", "--sharding", "full"], "nothing to shard over: give --dp"),
     ],
 )
 def test_what_cannot_be_run_is_said_and_exits_2_or_3(command, argv, says):

@@ -17,7 +17,10 @@ from unittest.mock import patch
 
 import torch
 
-from forge_megatron import ForgeOptimizer, rules
+from forge_megatron import ForgeOptimizer, kernels, rules
+from forge_megatron.formats.state import StateFormat
+from forge_megatron.formats.store import WeightStore
+from forge_megatron.kernels import local
 from forge_megatron.linear import Use
 from gates.gate import Case, get
 from gates.worker import measure, ranks
@@ -133,7 +136,114 @@ def no_clipping():
     return patch.object(ForgeMegatronOptimizer, "set_total_norm", lambda self, norm: None)
 
 
+def sharded():
+    from forge_megatron.coordinator import fully_sharded
+
+    return fully_sharded
+
+
+def no_reduction():
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    def own_part(self, output_tensor, input_tensor, group, op, async_op=False):
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+    return patch.object(DefaultReduceScatter, "__call__", own_part)
+
+
+def a_group_is_left_out():
+    launch = sharded().FullySharded._launch
+
+    def leaving_out(self):
+        if any("blocks.0" in self._labels[p] for p in self._collected):
+            for p in self._collected:
+                p.grad = None  # else step() would find it
+            self._collected = []
+        else:
+            launch(self)
+
+    return patch.object(sharded().FullySharded, "_launch", leaving_out)
+
+
+def of_shards(change):
+    """Every step of shards from changed gradients."""
+    step = kernels.step
+
+    def changed(slots, grads, **options):
+        step(slots, [change(local(grad)) for grad in grads], **options)
+
+    return patch.object(kernels, "step", changed)
+
+
+def twice_the_shards_gradient():
+    return of_shards(lambda grad: 2 * grad)
+
+
+def not_a_number_in_a_shard():
+    return of_shards(lambda grad: grad * torch.nan)
+
+
+def norms_of_this_ranks_shards():
+    from forge_megatron.coordinator import NormsOverRanks
+
+    return patch.object(NormsOverRanks, "__call__", lambda self, norms_sq: norms_sq.clone())
+
+
+def gathered_weights_outlive_the_step():
+    return patch.object(sharded().FullySharded, "_reshard", lambda self: None)
+
+
+def no_masters():
+    return patch.object(WeightStore, "allocate", lambda self, weight: None)
+
+
+def states_in_16_bits():
+    return patch.object(
+        StateFormat, "allocate", lambda self, weight, value=0.0: torch.full_like(weight, value, dtype=torch.bfloat16)
+    )
+
+
+def reduced_in_16_bits():
+    from gates import sharded
+
+    policy = sharded.MixedPrecisionPolicy
+    return patch.object(sharded, "MixedPrecisionPolicy", lambda param_dtype, reduce_dtype: policy(param_dtype))
+
+
+def the_16_bit_copy_is_stepped():
+    launch = sharded().FullySharded._launch
+
+    def rounding(self):
+        collected = list(self._collected)
+        for p in collected:
+            local(p).copy_(local(p).bfloat16())
+        launch(self)
+
+    return patch.object(sharded().FullySharded, "_launch", torch.no_grad()(rounding))
+
+
 BREAKS = {
+    "F1": {
+        no_reduction: "loss gap, on arrival",
+        a_group_is_left_out: "ΔW, on arrival",
+        twice_the_shards_gradient: "Δstate, on arrival",
+        not_a_number_in_a_shard: "loss gap, waiting",
+        norms_of_this_ranks_shards: "Δstate, waiting",
+        no_decay: "ΔW, replicated shards",
+    },
+    "F2": {
+        gathered_weights_outlive_the_step: "gathered weights less the shards, waiting",
+        a_rank_parts: "drift of gathered weights between ranks, replicated shards",
+    },
+    "F3": {
+        no_masters: "loss gap, on arrival",
+        states_in_16_bits: "Δstate, on arrival",
+        no_reduction: "loss gap, clipped",
+    },
+    "MW": {
+        reduced_in_16_bits: "Δstate, on arrival",
+        the_16_bit_copy_is_stepped: "loss gap, on arrival",
+    },
     "TP": {
         no_all_reduce: "ΔW, in backward",
         stale_weight: "ΔW, in backward",
@@ -158,20 +268,25 @@ BREAKS = {
 }
 
 
-def main(gate_id: str, folder: Path) -> None:
-    """Readings by break, "" for none at first and "again" for none at last, as JSON from rank 0."""
-    case = Case(gate_id, "cpu", "fp32", 2, True in get(gate_id).sp)
-    answers = {}
-    with ranks("cpu", 2):
-        answers[""] = measure(case)
-        for broken in BREAKS[gate_id]:
-            with broken():
-                answers[broken.__name__] = measure(case)
-        answers["again"] = measure(case)
+def readings_of(case: Case) -> dict[str, list[dict]]:
+    """Readings by break, "" for none at first and "again" for none at last."""
+    answers = {"": measure(case)}
+    for broken in BREAKS[case.gate]:
+        with broken():
+            answers[broken.__name__] = measure(case)
+    answers["again"] = measure(case)
+    return {name: [asdict(reading) for reading in readings] for name, readings in answers.items()}
+
+
+def main(folder: Path, gate_ids: list[str]) -> None:
+    """The readings of each gate, as JSON from rank 0."""
+    gates = [get(gate_id) for gate_id in gate_ids]
+    cases = [gate.case("cpu", gate.dtypes[0], 2, True in gate.sp) for gate in gates]
+    with ranks("cpu", cases[0].tp):
+        answers = {case.gate: readings_of(case) for case in cases}
     if os.environ["RANK"] == "0":
-        plain = {name: [asdict(reading) for reading in readings] for name, readings in answers.items()}
-        (folder / "answers.json").write_text(json.dumps(plain))
+        (folder / "answers.json").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

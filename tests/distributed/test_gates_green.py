@@ -13,6 +13,10 @@ SWEEPS = {
     2: ["TP fp32", "TP bf16", "SP1 sp fp32", "MG fp32", "MG bf16", "MG sp fp32", "MG sp bf16"],
     4: ["TP fp32", "SP1 sp fp32", "MG fp32", "MG sp fp32"],
 }
+DATA_PARALLEL = {
+    2: ["F1 fp32", "F2 fp32", "F3 bf16", "MW bf16"],
+    4: ["F1 fp32", "F2 fp32"],
+}
 
 
 @pytest.mark.parametrize("nproc", SWEEPS)
@@ -25,5 +29,6 @@ def test_all_gates_are_green(tmp_path, nproc):
     assert done.returncode == 0, done.stdout + done.stderr
     entries = json.loads((tmp_path / ".gates/receipt.json").read_text())["entries"]
     wanted = {f"{name.replace(' ', f' tp{nproc} ', 1)} cpu" for name in SWEEPS[nproc]}
+    wanted |= {f"{name.replace(' ', f' dp{nproc} ', 1)} cpu" for name in DATA_PARALLEL[nproc]}
     assert set(entries) == wanted
     assert all(entry["passed"] for entry in entries.values())

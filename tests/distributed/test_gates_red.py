@@ -15,19 +15,21 @@ from gates.receipt import ROOT
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize("gate", ["TP", "SP1", "MG"])
-def test_a_gate_sees_each_thing_that_it_guards_break(tmp_path, gate):
+@pytest.mark.parametrize("gates", ["TP", "SP1", "MG", "F1 F2 F3 MW"])
+def test_a_gate_sees_each_thing_that_it_guards_break(tmp_path, gates):
     from tests.distributed.gate_breaks import BREAKS
 
-    command = [*TORCHRUN, "-m", "tests.distributed.gate_breaks", gate, str(tmp_path)]
+    command = [*TORCHRUN, "-m", "tests.distributed.gate_breaks", str(tmp_path), *gates.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads((tmp_path / "answers.json").read_text())
-    red = {name: {r["what"] for r in readings if not Reading(**r).passed} for name, readings in answers.items()}
-    assert red.pop("") == red.pop("again") == set(), "green before, and green again after"
-    missed = {broken.__name__: what for broken, what in BREAKS[gate].items() if what not in red[broken.__name__]}
-    assert not missed, f"not seen: {missed}; red was {red}"
-    assert len(red) == len(BREAKS[gate])
+    assert set(answers) == set(gates.split())
+    for gate, measured in answers.items():
+        red = {name: {r["what"] for r in readings if not Reading(**r).passed} for name, readings in measured.items()}
+        assert red.pop("") == red.pop("again") == set(), f"{gate}: green before, and green again after"
+        missed = {broken.__name__: what for broken, what in BREAKS[gate].items() if what not in red[broken.__name__]}
+        assert not missed, f"{gate}: not seen: {missed}; red was {red}"
+        assert len(red) == len(BREAKS[gate])
 
 
 @pytest.fixture

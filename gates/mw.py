@@ -1,0 +1,39 @@
+"""MW: fp32 weights that FSDP2 gathers in 16 bits, stepped by FORGE, against torch's mixed precision in one process.
+
+Catches a step of the 16-bit copy instead of the fp32 weight, and gradients that are reduced or summed in 16 bits.
+"""
+
+from __future__ import annotations
+
+from gates.gate import Case, Gate, Reading
+
+LOSS, WEIGHTS, STATES = 6e-7, 2.0**-23, 2.0**-19
+
+
+def measure(case: Case) -> list[Reading]:
+    from gates.pair import relative_rms, weights_of
+    from gates.sharded import MIXED, Arm, alone, loss_gap, parallel, worst_state_gap
+
+    readings = []
+    arms = {"on arrival": Arm(precision=MIXED), "waiting": Arm(precision=MIXED, micro_batches=2, clip=0.5)}
+    for how, arm in arms.items():
+        ours, reference = parallel(case, arm), alone(case, arm)
+        gap = relative_rms([ours.weights[name] for name in reference.weights], weights_of(reference))
+        readings += [
+            Reading(f"loss gap, {how}", loss_gap(ours, reference), LOSS),
+            Reading(f"ΔW, {how}", gap, WEIGHTS),
+            Reading(f"Δstate, {how}", worst_state_gap(ours, reference), STATES),
+        ]
+    return readings
+
+
+GATE = Gate(
+    id="MW",
+    compares="fp32 weights that FSDP2 gathers in 16 bits, with FORGE, against torch's mixed precision in one process",
+    axis="dp",
+    least=2,
+    shardings=("full",),
+    sp=(False,),
+    dtypes=("bf16",),
+    measure=measure,
+)
