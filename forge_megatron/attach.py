@@ -38,7 +38,7 @@ def attach(
 
     Args:
         model: any module.
-        rule: a rule's name, ``"adamw"``.
+        rule: a rule's name, of ``forge_megatron.rules.available()``.
         params: parameters or groups as ``torch.optim`` takes them; default: every parameter. One that is
             frozen has no states; they are made when it is unfrozen.
         adamw: hyperparameters, with an ``lr`` of its own, of the AdamW that steps everything but hidden

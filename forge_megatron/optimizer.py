@@ -304,7 +304,7 @@ class ForgeOptimizer(Capturing):
     # ---- checkpoints
 
     def state_dict(self) -> dict:
-        """As ``torch.optim``'s (a ``torch.optim.AdamW`` loads it), with the rule and the formats beside it."""
+        """As ``torch.optim``'s (its class of the same rule loads it), with the rule and the formats beside it."""
         for book in self._books:
             book.expect_usable()
             book.expect_nothing_pending("save")
@@ -323,7 +323,7 @@ class ForgeOptimizer(Capturing):
         Parameters are matched by name where both sides have names, otherwise by order.
 
         Args:
-            state_dict: from :meth:`state_dict`, or ``torch.optim.AdamW.state_dict()``.
+            state_dict: from :meth:`state_dict`, or of the same rule's class in ``torch.optim``.
             convert: allow states of another format to be converted to this optimizer's; warns of what was.
 
         Raises:
