@@ -42,3 +42,23 @@ def cublas_us(rows: int, columns: int, tokens: int, element_bytes: int = MEASURE
     size = rows * columns
     multiplied = 2 * size * tokens / CUBLAS_FLOPS_PER_US
     return CUBLAS_LAUNCH_US + multiplied + size * (8 + 2 * element_bytes) / STEP_BYTES_PER_US
+
+
+#: Multiplications and additions a µs: of the norm's kernel, and of a GEMM as small as a Gram matrix. Those of a GPU
+#: were not fitted: they are the rates above with a margin, and those of a CPU are one core's.
+NORM_FLOPS_PER_US = {("cuda", False): 6e8, ("cuda", True): 3e7}
+GRAM_FLOPS_PER_US = {("cuda", False): 4e8, ("cuda", True): 4e7}
+GRAM_LAUNCHES_US = {"cuda": 60.0}
+CPU_FLOPS_PER_US = 5e4
+CPU_CALLS_US = 100.0
+
+
+def direct_norm_us(rows: int, columns: int, tokens: int, device: str, fp32: bool) -> float:
+    """µs of a norm whose gradient is formed tile by tile."""
+    return 2 * rows * columns * tokens / NORM_FLOPS_PER_US.get((device, fp32), CPU_FLOPS_PER_US)
+
+
+def gram_norm_us(rows: int, columns: int, tokens: int, device: str, fp32: bool) -> float:
+    """µs of a norm from two Gram matrices of the tokens, and of their estimate of its error."""
+    multiplied = 2 * tokens * tokens * (rows + columns) / GRAM_FLOPS_PER_US.get((device, fp32), CPU_FLOPS_PER_US)
+    return GRAM_LAUNCHES_US.get(device, CPU_CALLS_US) + multiplied

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
 from .choice import choose_for
+from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
 
 
@@ -35,7 +36,9 @@ def wgrad_norm_sq(
     segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, shape: torch.Size, backend: str
 ) -> None:
     """Write the sum of squares of a gradient of ``shape`` to ``out``."""
-    _module(resolve_backend(out.device, backend), "wgrad").wgrad_norm_sq(segments, out, accumulator, shape)
+    module = _module(resolve_backend(out.device, backend), "wgrad")
+    known = gram_norm_sq(segments) if accumulator is None and pays(segments, *shape) else None
+    module.wgrad_norm_sq(segments, out, accumulator, shape, known)
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:

@@ -134,6 +134,7 @@ def wgrad_norm_kernel(
     lookup_strides,
     accumulator,
     accumulator_strides,
+    sure,
     partials,
     O,
     I,
@@ -144,6 +145,9 @@ def wgrad_norm_kernel(
     OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if sure is not None:  # noqa: SIM102 - a condition of the compiler's, and one of the device's
+        if tl.load(sure) != 0:
+            return
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
@@ -227,14 +231,23 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
         add_up(slot.norm_sq, partials, slot.late_norms)
 
 
-def wgrad_norm_sq(segments, out: Tensor, accumulator, shape) -> None:
-    """Launch the norm of one weight gradient, on operands that the caller checked."""
+def wgrad_norm_sq(segments, out: Tensor, accumulator, shape, known: tuple[Tensor, Tensor] | None = None) -> None:
+    """Launch the norm of one weight gradient, on operands that the caller checked.
+
+    Args:
+        known: what it is, 0-dim fp64, and whether that is sure, 0-dim bool; the kernel then has nothing to do.
+    """
     rows, columns = shape
     launch = _Launch(segments, accumulator, rows, columns)
     partials = launch.partials(out.device)
     if launch.grid[0]:
-        wgrad_norm_kernel[launch.grid](*launch.operands, partials, rows, columns, **launch.options)
-    add_up(out, partials, None)
+        sure = None if known is None else known[1].int()
+        wgrad_norm_kernel[launch.grid](*launch.operands, sure, partials, rows, columns, **launch.options)
+    if known is None:
+        add_up(out, partials, None)
+    else:
+        norm_sq, sure = known
+        out.data.copy_(torch.where(sure, norm_sq, partials.sum(dtype=torch.float64)))
 
 
 def wgrad_write(segments, out: Tensor, accumulator: Tensor | None) -> None:

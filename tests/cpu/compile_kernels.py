@@ -152,6 +152,8 @@ def main() -> None:
         triton_wgrad.wgrad_step(slot(shape, storage), segments, added, torch.zeros(()))
         if name == "segments":
             triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), added, torch.Size(shape))
+            known = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+            triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), None, torch.Size(shape), known)
             triton_wgrad.wgrad_write(segments, added, added)
             triton_wgrad.wgrad_write(segments, torch.zeros(shape, dtype=torch.bfloat16), None)
     for storage, size in ELEMENTWISE:

@@ -1,0 +1,99 @@
+"""What the CPU cannot show of waiting steps: a flag that arrives late, no synchronisation, Gram matrices in bf16."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import forge_megatron as forge
+from forge_megatron import kernels
+from forge_megatron.kernels import fused
+from forge_megatron.kernels.gram import gram_norm_sq
+
+
+@pytest.fixture
+def no_synchronisation():
+    """torch raises where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def model_on_gpu() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 32)).cuda()
+
+
+def batch_on_gpu(seed: int) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def test_an_atomic_skip_waits_for_nothing_and_is_counted(no_synchronisation):
+    model = model_on_gpu()
+    optimizer = forge.attach(model, lr=1e-2, skip="atomic")
+    twin, inputs = copy.deepcopy(model), [batch_on_gpu(seed) for seed in range(4)]
+    bad = torch.tensor(math.nan).cuda()
+    for index, x in enumerate(inputs):
+        loss = model(x).square().mean()
+        (loss * bad if index == 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.skipped_steps == 1
+    assert all(state["step"] == 3 for state in optimizer.state.values())
+    oracle = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for index in (0, 2, 3):
+        twin(inputs[index]).square().mean().backward()
+        oracle.step()
+        oracle.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_grad_scaler_under_fp16_autocast():
+    sides = [model_on_gpu(), model_on_gpu()]
+    optimizers = [
+        forge.attach(sides[0], lr=1e-3, skip="atomic"),
+        torch.optim.AdamW(sides[1].parameters(), lr=1e-3),
+    ]
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**30) for _ in sides]
+    for seed in range(20):
+        for model, optimizer, scaler in zip(sides, optimizers, scalers, strict=True):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(batch_on_gpu(seed)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**30
+    assert 0 < optimizers[0].skipped_steps < 20
+    for ours, theirs in zip(*(side.parameters() for side in sides), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [64, 512])
+@pytest.mark.parametrize("common", [0.0, 3.0], ids=["independent", "correlated"])
+def test_gram_matrices_are_right_where_they_are_sure(dtype, tokens, common):
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(tokens, 2048, generator=generator).cuda().to(dtype)
+    x = torch.randn(tokens, 2048, generator=generator) + common * torch.randn(1, 2048, generator=generator)
+    x = x.cuda().to(dtype)
+    exact = (dy.double().t() @ x.double()).square().sum()
+    norm_sq, sure = gram_norm_sq([(dy, x)])
+    assert sure or tokens == 512
+    if sure:
+        assert abs(norm_sq - exact) <= 1e-5 * exact
+
+
+@pytest.mark.parametrize("left", [1.0, 0.0], ids=["sure", "cancelled"])
+def test_the_kernel_forms_the_gradient_where_they_are_not(left, monkeypatch):
+    monkeypatch.setattr(fused, "pays", lambda *_: True)
+    dy, x = torch.randn(32, 512, device="cuda"), torch.randn(32, 256, device="cuda")
+    segments = [(torch.cat([dy, dy * (left * 2 - 1)]).bfloat16(), torch.cat([x, x]).bfloat16())]
+    exact = (segments[0][0].double().t() @ segments[0][1].double()).square().sum()
+    out = torch.zeros((), device="cuda")
+    kernels.wgrad_norm_sq(segments, out, backend="triton")
+    assert abs(out - exact) <= 1e-5 * exact + 1e-3
