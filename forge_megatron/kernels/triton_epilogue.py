@@ -26,7 +26,7 @@ def step_coordinates(
         has_block: where there is a block.
         h: the rule's scalars.
         bits: uint32, to round the weight stochastically, or None.
-        CODES: ``(decode, encode, scale)`` of each state.
+        CODES: ``(decode, encode)`` of each state, and ``scale`` where there are scales.
     """
     if master is not None:
         w = tl.load(master, mask=inside, other=0.0)
@@ -36,13 +36,14 @@ def step_coordinates(
     # every vector store.
     finite = is_finite(g)
     if len(scales) == 0:
+        # The scale 1 is not read: Triton 3.6 passes no None between functions.
         old = ()
         for index in tl.static_range(len(states)):
-            old = old + (CODES[index][0](tl.load(states[index], mask=inside, other=0.0), None),)
+            old = old + (CODES[index][0](tl.load(states[index], mask=inside, other=0.0), 1.0),)
         new_w, new = UPDATE(g, w, old, h)
         for index in tl.static_range(len(states)):
             kept = tl.where(finite, new[index], old[index])
-            tl.store(states[index], CODES[index][1](kept, None), mask=inside)
+            tl.store(states[index], CODES[index][1](kept, 1.0), mask=inside)
     else:
         # A block is one number of many digits: all of it is stepped, or none.
         block_is_finite = tl.min(finite.to(tl.int32), 1) != 0

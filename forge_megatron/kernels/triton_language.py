@@ -111,8 +111,6 @@ def compiled_update(rule: Rule):
 
 
 def compiled_codes(slot: Slot) -> tuple:
-    """Return ``(decode, encode, scale)`` of each state as Triton functions, ``scale`` None where there is none."""
-    return tuple(
-        (compiled(code.decode), compiled(code.encode), None if code.scale is None else compiled(code.scale))
-        for code in slot.codes()
-    )
+    """Return ``(decode, encode)``, and ``scale`` where there is one, of each state as Triton functions."""
+    functions = ((code.decode, code.encode, *([code.scale] if code.scale else [])) for code in slot.codes())
+    return tuple(tuple(map(compiled, each)) for each in functions)
