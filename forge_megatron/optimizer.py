@@ -218,10 +218,13 @@ class ForgeOptimizer(Capturing):
         if pending is not None:
             self._gradients.expect_untouched(pending.name)
 
-    def expect_no_gradient_asked_for(self, owned: OwnedWeight) -> None:
-        if owned.is_asked_for() or any(accumulates(p) for p in self._ordinary() if p.requires_grad):
+    def expect_no_gradient_asked_for(self, left_out: list[OwnedWeight]) -> None:
+        asked = next((owned for owned in left_out if owned.is_asked_for()), None)
+        if asked is None and any(accumulates(p) for p in self._ordinary() if p.requires_grad):
+            asked = left_out[-1]
+        if asked is not None:
             raise RuntimeError(
-                f"{owned.name}: autograd.grad and backward(inputs=...) cannot ask for the gradient of an owned "
+                f"{asked.name}: autograd.grad and backward(inputs=...) cannot ask for the gradient of an owned "
                 "weight, which is never formed; use backward() with the others frozen or paused(), or detach()"
             )
 

@@ -18,4 +18,5 @@ class KeepFactors:
 
     def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
         if owned.factors.outgrown():
+            owned.factors.expect_unchanged(owned.name)
             owned.factors.fold(self._accumulate)

@@ -4,6 +4,7 @@ from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step, wgrad
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
+from .lookups import is_lookup
 from .norms import LateNorms, settle
 from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot
@@ -19,6 +20,7 @@ __all__ = [
     "Slot",
     "choose",
     "fill_captured",
+    "is_lookup",
     "is_sharded",
     "local",
     "logit_gradient",

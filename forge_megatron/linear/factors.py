@@ -9,12 +9,14 @@ than 9/8 of an fp32 gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from forge_megatron.kernels import FormedRows, Segment
+from forge_megatron.kernels import FormedRows, Segment, is_lookup
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Kept:
     def nbytes(self) -> int:
         return sum(_nbytes(factor) for factor in (self.dy, self.x))
 
+    def gradient(self) -> str | None:
+        """Which of the two came from backward; None: neither is a gradient that somebody could hold."""
+        if isinstance(self.dy, FormedRows):
+            return None
+        return "x" if is_lookup((self.dy, self.x)) else "dy"
+
 
 def _nbytes(factor: Tensor | FormedRows) -> int:
     return factor.nbytes() if isinstance(factor, FormedRows) else factor.numel() * factor.element_size()
@@ -36,6 +44,17 @@ def _nbytes(factor: Tensor | FormedRows) -> int:
 
 def _version(factor: Tensor | FormedRows) -> int:
     return factor.version if isinstance(factor, FormedRows) else factor._version
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same strides over a copied storage: an expanded gradient stays small."""
+    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage().clone()
+    return copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _own(tensor: Tensor, borrowed: bool) -> Tensor:
@@ -77,13 +96,15 @@ class Factors:
         held = sum(pair.nbytes() for pair in self.kept)
         return held + (0 if self.accumulator is None else self._fp32_bytes)
 
-    def keep(self, dy: Tensor | FormedRows, x: Tensor, task: int, *, borrowed_dy: bool, borrowed_x: bool) -> None:
-        """Keeps one pair; a borrowed factor is copied, for somebody else may write to it."""
+    def keep(self, dy: Tensor | FormedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
+        """Keeps one pair. A borrowed ``x`` is copied, for somebody else may write to it; see :func:`keep_apart`."""
         x = _own(x, borrowed_x)
         if isinstance(dy, FormedRows):
             dy.keep(x)
+        elif is_lookup((dy, x)):
+            x = x.detach()
         else:
-            dy = _own(dy, borrowed_dy)
+            dy = _own(dy, False).detach()
         self.kept.append(Kept(dy, x, (_version(dy), x._version), task))
         self.waited_as = "factors" if self.accumulator is None else "accumulator"
         self.most_bytes = max(self.most_bytes, self.nbytes())
@@ -113,15 +134,40 @@ class Factors:
         self.kept = [pair for pair in self.kept if pair.task != task]
 
     def expect_unchanged(self, name: str) -> None:
-        """Raises if a kept factor was overwritten in place after its backward."""
+        """Raises if a kept factor was overwritten in place before it was used."""
         for pair in self.kept:
             if (_version(pair.dy), pair.x._version) != pair.versions:
                 raise RuntimeError(
-                    f"{name}: an activation or output gradient that waits for step() was modified in "
-                    "place after backward; call step() first, or write the next batch to another tensor"
+                    f"{name}: an activation or output gradient that waits for its weight's update was modified in "
+                    "place; call step() first, or write the next batch to another tensor"
                 )
 
     def clear(self) -> None:
         self.kept.clear()
         self.folded_tasks.clear()
         self.accumulator = None
+
+
+def keep_apart(weights: Iterable[Factors], task: int) -> None:
+    """When a backward ends: copies each kept gradient that somebody else holds too, who may write to it.
+
+    ``backward(gradient)`` is such a holder: an addition and a view hand its buffer on as it is. A write leaves no
+    trace in a version counter if a collective or ``.data`` makes it. While a backward runs the engine holds them all.
+    """
+    kept = [
+        (pairs, index, name)
+        for pairs in (factors.kept for factors in weights)
+        for index, pair in enumerate(pairs)
+        if pair.task == task and (name := pair.gradient()) is not None
+    ]
+    ours = Counter(_storage(getattr(pairs[index], name)) for pairs, index, name in kept)
+    for pairs, index, name in kept:
+        pair = pairs[index]
+        gradient = getattr(pair, name)
+        key = _storage(gradient)
+        storage = gradient.untyped_storage()
+        # One more is the object that is asked.
+        if torch._C._storage_Use_Count(storage._cdata) > ours[key] + 1:
+            pair = replace(pair, **{name: _copy(gradient)})
+            pairs[index] = replace(pair, versions=(_version(pair.dy), _version(pair.x)))
+            ours[key] -= 1

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forge_megatron.linear.factors import keep_apart
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Sink
 
@@ -58,8 +59,8 @@ class Client(Protocol):
     def expect_ready(self) -> None:
         """Raises if this backward could not be followed by an exact step; changes nothing."""
 
-    def expect_no_gradient_asked_for(self, owned: OwnedWeight) -> None:
-        """Raises if a backward that leaves out ``owned`` asks for gradients of this optimizer."""
+    def expect_no_gradient_asked_for(self, left_out: list[OwnedWeight]) -> None:
+        """Raises if a backward that leaves out these weights asks for gradients of this optimizer."""
 
     def before_updates(self) -> None:
         """Writes the hyperparameters: this backward is about to update weights."""
@@ -134,8 +135,8 @@ class Ledger:
             raise RuntimeError(f"{pending.name}: a backward is pending; call step() before you {what}")
 
     def expect_asked_for(self) -> None:
-        """Raises if a first ``step()`` finds no gradient although forwards were run: nothing would ever train."""
-        for owned in self.owned if self.task_count == 0 else ():
+        """Raises if a ``step()`` that finds no gradient at all follows forwards whose weights nothing trains."""
+        for owned in self.owned:
             if any(use.current and not use.executed for use in owned.live_uses()):
                 raise RuntimeError(
                     f"{owned.name}: step(), but no backward has asked for its gradient; backward(inputs=...) cannot "
@@ -227,11 +228,11 @@ class Ledger:
             owned.count_replay()
         last = not any(other.task != task and other.runs_here() for other in owned.live_uses())
         if owned.waits or not last:
-            # What backward() was given as the gradient of a lone root is the caller's, who may reuse it.
-            owned.factors.keep(dy, x, task, borrowed_dy=not use.runs_here(), borrowed_x=borrowed)
+            owned.factors.keep(dy, x, task, borrowed_x=borrowed)
             if owned.waits:
                 self.later(owned, owned.factors.segments)
         else:
+            owned.factors.expect_unchanged(owned.name)
             self.now(owned, [*owned.factors.segments, (dy, x)])
             owned.factors.clear()
 
@@ -251,14 +252,14 @@ class Ledger:
             RuntimeError: an update in this graph task could not be exact.
         """
         verdicts: dict[OwnedWeight, Verdict] = {}
-        left_out = None
+        left_out = []
         for owned in self.owned:
             alive = owned.live_uses()
             here = [use for use in alive if use is first or use.runs_here()]
             if not here or not owned.weight.requires_grad:
                 continue
             if not owned.ticket_runs():
-                left_out = owned
+                left_out.append(owned)
                 continue
             if self._broken is not None:
                 raise RuntimeError(self._broken)
@@ -284,9 +285,11 @@ class Ledger:
                 or owned.weight.grad is not None
                 or owned.has_unfinished(here, alive)
                 or owned.plain_consumer_runs()
+                # The outer graph task of a reentrant checkpoint can't be asked.
+                or (any(use.recomputed for use in here) and owned.has_plain_consumer())
             )
             verdicts[owned] = Verdict(waits, micro_batch)
-        if left_out is not None:
+        if left_out:
             self._client().expect_no_gradient_asked_for(left_out)
         if verdicts:
             self._client().expect_ready()
@@ -304,7 +307,9 @@ class Ledger:
 
     def finish(self, task: int) -> None:
         with lock:
-            self._tasks.pop(task, None)
+            ended = self._tasks.pop(task, None)
+        if ended is not None:
+            keep_apart([owned.factors for owned in ended.wanted], task)
 
 
 def scaled_updates(updated: str | None) -> str:

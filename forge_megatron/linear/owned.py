@@ -192,6 +192,15 @@ class OwnedWeight:
             self._weight_node = get_gradient_edge(self.weight).node
         return torch._C._will_engine_execute_node(self._weight_node)
 
+    def has_plain_consumer(self) -> bool:
+        """A graph that is alive, be it of an outer graph task, reads the weight without calling the module.
+
+        Its nodes keep the weight's alive; a mark that is left on it is gone otherwise.
+        """
+        self._weight_node = None
+        get_gradient_edge(self.weight).node.metadata["forge_megatron"] = True
+        return "forge_megatron" in get_gradient_edge(self.weight).node.metadata
+
     def is_asked_for(self) -> bool:
         """Inside a backward with chosen inputs: the weight, which a plain consumer put in the graph, is one."""
         return _leaf_is_input(self.weight, captured=True)

@@ -33,7 +33,7 @@ class OwnedEmbeddingFunction(torch.autograd.Function):
             rows = ids.reshape(-1).to(torch.int64, copy=True)
             if ctx.padding_idx is not None:
                 rows.masked_fill_(rows == ctx.padding_idx, -1)
-            use.deliver(rows, de.reshape(rows.shape[0], de.shape[-1]), borrowed=not use.runs_here())
+            use.deliver(rows, de.reshape(rows.shape[0], de.shape[-1]))
         return None, None, None, None
 
 

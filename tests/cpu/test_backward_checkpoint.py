@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -26,6 +27,28 @@ def test_a_checkpointed_stack(backend, reentrant, training):
     x = leaf(5, 6)
     for _ in range(2):
         pair.train(lambda model: checkpoint(model, x, use_reentrant=reentrant).square().mean())
+    pair.expect_equal()
+
+
+class ReadOutside(nn.Module):
+    """Its first weight is read by a function outside the checkpointed block that calls its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.before = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, reentrant):
+        h = F.linear(self.before(x), self.shared.weight)
+        return checkpoint(lambda h: self.shared(torch.tanh(h)), h, use_reentrant=reentrant)
+
+
+@backends
+@both
+def test_a_function_outside_the_block_reads_the_weight_too(backend, reentrant):
+    """A reentrant block's own backward ends before the function's has begun."""
+    pair = Pair(ReadOutside(), backend=backend)
+    for _ in range(3):
+        pair.train(lambda model: model(leaf(5, 6), reentrant).square().mean())
     pair.expect_equal()
 
 

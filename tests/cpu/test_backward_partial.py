@@ -92,6 +92,45 @@ def test_backward_with_only_owned_weights_as_inputs_is_noticed_at_step():
         optimizer.step()
 
 
+def test_owned_weights_as_inputs_are_noticed_in_every_window():
+    model = mlp(6, 8, 4, bias=False)
+    optimizer = forge.attach(model, lr=1e-2)
+    model(batch(5, 6)).square().mean().backward()
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    x = batch(5, 6).requires_grad_()
+    for inputs in ([model[0].weight], [x, *model.parameters()]):
+        loss = model(x).square().mean()
+        loss.backward(inputs=inputs)
+        with pytest.raises(RuntimeError, match=r"0\.weight: .*no backward has asked"):
+            optimizer.step()
+    expect_bit_equal(before, snapshot(model, optimizer))
+
+
+class TiedThenPlain(nn.Module):
+    """A weight that is read with and without its module, then another owned weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied, self.last = nn.Linear(6, 6, bias=False), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.tied(torch.tanh(F.linear(x, self.tied.weight)))))
+
+
+def test_every_weight_that_a_backward_leaves_out_is_looked_at():
+    """Not only the last one: the others' plain part would be returned as if it were all."""
+    model = TiedThenPlain()
+    optimizer = forge.attach(model, lr=1e-2)
+    y = model(batch(5, 6)).square().mean()
+    with pytest.raises(RuntimeError, match=r"^tied\.weight: autograd\.grad"):
+        torch.autograd.grad(y, model.tied.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"^tied\.weight: autograd\.grad"):
+        y.backward(inputs=[model.tied.weight])
+    assert model.tied.weight.grad is None
+    assert nothing_pending(optimizer)
+
+
 @backends
 def test_the_partial_gradient_of_a_tied_weight_is_refused(backend):
     """autograd.grad would see the plain consumer's part only."""

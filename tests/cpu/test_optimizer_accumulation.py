@@ -154,6 +154,68 @@ def test_an_output_gradient_that_the_user_gave_may_be_overwritten(backend, write
     pair.expect_equal()
 
 
+@pytest.mark.parametrize("write", ["copy_", "data"])
+@pytest.mark.parametrize("path", ["addition", "view", "two roots"])
+def test_an_output_gradient_that_passed_other_nodes_may_be_overwritten(path, write):
+    pair = Pair(nn.Linear(16, 16), accumulation_steps=3)
+    received = torch.empty(4, 16)
+    for micro in range(3):
+        (received if write == "copy_" else received.data).copy_(batch(4, 16, seed=10 + micro))
+        x = batch(4, 16, seed=micro)
+        for model, _ in pair.sides():
+            if path == "two roots":
+                torch.autograd.backward([model(x), x + model(-x)], [received, received])
+            else:
+                y = x + model(x) if path == "addition" else model(x).view(2, 2, 16)
+                y.backward(received if path == "addition" else received.view(2, 2, 16))
+    received.data.fill_(float("nan"))
+    pair.close()
+    pair.expect_equal()
+
+
+def test_an_output_gradient_that_only_backward_held_is_not_copied():
+    model = nn.ModuleList([nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 64)])
+    optimizer = forge.attach(model, lr=1e-2, accumulation_steps=2)
+    pointers = []
+    h = model[0](batch(3, 2, 32))
+    a, b = model[1](h), model[2](h)
+    for tensor in (a, h):
+        tensor.register_hook(lambda gradient: pointers.append(gradient.data_ptr()))
+    (h + a + b).square().sum().backward()
+    first, second, third = (optimizer.owned[layer.weight].factors.kept[0].dy for layer in model)
+    assert second.data_ptr() == third.data_ptr() == pointers[0]
+    assert first.data_ptr() == pointers[1]
+    model[0](batch(3, 2, 32)).sum().backward()
+    assert optimizer.owned[model[0].weight].factors.kept[1].dy.untyped_storage().nbytes() == 4, "expanded"
+
+
+@backends
+def test_a_factor_that_was_overwritten_is_not_folded(backend):
+    encoder, layer = nn.Linear(4, 8), nn.Linear(8, 8)
+    optimizer = forge.attach(nn.ModuleList([encoder, layer]), lr=1e-2, backend=backend, accumulation_steps=2)
+    before = layer.weight.detach().clone()
+    hidden = encoder(batch(3, 4))
+    layer(hidden).square().sum().backward()
+    hidden.detach().zero_()
+    with pytest.raises(RuntimeError, match=r"^1\.weight: an activation .* modified in place"):
+        layer(encoder(batch(3, 4))).square().sum().backward()
+    optimizer.zero_grad()
+    assert torch.equal(layer.weight, before)
+
+
+def test_an_output_gradient_that_a_hook_overwrites_in_the_same_backward_is_refused():
+    layer = nn.Linear(4, 8, bias=False)
+    optimizer = forge.attach(layer, lr=1e-2)
+    before, shared = layer.weight.detach().clone(), torch.zeros(3, 8)
+    y, z = layer(batch(3, 4)), layer(batch(3, 4, seed=1))
+    for output in (y, z):
+        output.register_hook(lambda gradient: shared.copy_(2 * gradient))
+    with pytest.raises(RuntimeError, match=r"^weight: an activation or output gradient .* modified in place"):
+        (y.square().sum() + 3 * z.sum()).backward()
+    assert torch.equal(layer.weight, before)
+    assert not optimizer.owned[layer.weight].updated
+
+
 @backends
 def test_an_activation_that_is_overwritten_in_place_after_backward_is_refused(backend):
     model = mlp(32, 24, 16)
