@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .lookups import is_lookup
+from .lookups import Ascending, is_lookup
 from .slot import Segment, Slot
 
 
@@ -56,6 +56,8 @@ def is_blocked(segments: Sequence[Segment]) -> bool:
 def row_blocks(segments: Sequence[Segment], rows: int) -> Iterator[tuple[slice, list[Segment]]]:
     """Blocks of the weight's rows, each with the segments of its part of the gradient."""
     block = min(dy.block for dy, _ in segments if isinstance(dy, FormedRows))
+    lookups = Ascending.of([segment for segment in segments if is_lookup(segment)])
+    segments = [*(segment for segment in segments if not is_lookup(segment)), *lookups]
     for start in range(0, rows, block):
         part = slice(start, min(start + block, rows))
         yield part, [of_rows(segment, part) for segment in segments]
@@ -66,6 +68,8 @@ def of_rows(segment: Segment, rows: slice) -> tuple[Tensor, Tensor]:
     first, second = segment
     if isinstance(first, FormedRows):
         return first.columns(rows), second
+    if isinstance(segment, Ascending):
+        return Ascending((first - rows.start, second))
     return (first - rows.start if is_lookup(segment) else first[:, rows]), second
 
 

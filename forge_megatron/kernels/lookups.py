@@ -20,6 +20,16 @@ def is_lookup(segment) -> bool:
     return isinstance(ids, Tensor) and ids.dtype is torch.int64
 
 
+class Ascending(tuple):
+    """A segment of ids that ascend already: its parts, for some rows at a time, are not sorted again."""
+
+    @classmethod
+    def of(cls, segments: Sequence[tuple[Tensor, Tensor]]) -> list[Ascending]:
+        """All segments of ids as one, if there are any."""
+        lookups = Lookups.of(segments)
+        return [] if lookups is None else [cls((lookups.ids, lookups.values[lookups.order]))]
+
+
 @dataclass(frozen=True)
 class Lookups:
     """Segments of ids, sorted.
@@ -40,6 +50,9 @@ class Lookups:
         segments = [segment for segment in segments if segment[0].shape[0]]
         if not segments:
             return None
+        if len(segments) == 1 and isinstance(segments[0], Ascending):
+            ids, values = segments[0]
+            return cls(ids, torch.arange(ids.shape[0], device=ids.device), values)
         ids, values = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*segments, strict=True))
         ids, order = torch.sort(ids, stable=True)
         return cls(ids, order, values)

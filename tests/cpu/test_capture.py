@@ -91,6 +91,8 @@ def stepping(model, optimizer):
         ("adamw", {"skip": "atomic"}),
         ("adamw", {"recipe": "fp32-master"}),
         ("adamw", {"recipe": "sr-store"}),
+        ("adamw", {"recipe": "int8"}),
+        ("lamb", {}),
     ],
     ids=str,
 )

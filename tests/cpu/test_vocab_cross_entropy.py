@@ -223,14 +223,15 @@ def test_16_bit_operands(autocast):
 
 
 @backends
-def test_stochastic_rounding_takes_the_bits_of_the_whole_weight(backend, monkeypatch):
-    """In blocks of rows as at once."""
+@pytest.mark.parametrize("recipe", ["sr-store", "int8"])
+def test_what_a_block_of_rows_is_stored_with_is_the_whole_weights(recipe, backend, monkeypatch):
+    """Random bits and scales: in blocks of rows as at once."""
     heads = []
     for block in (1, 1 << 25):
         monkeypatch.setattr(logits, "BLOCK_LOGITS", block)
         torch.manual_seed(0)
         head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.bfloat16)
-        optimizer = forge.attach(head, lr=1e-4, recipe="sr-store", backend=backend)
+        optimizer = forge.attach(head, lr=1e-4, recipe=recipe, backend=backend)
         for seed in range(2):
             linear_cross_entropy(batch(7, WIDTH, seed=seed).bfloat16(), head, TARGETS, backend=backend).backward()
             optimizer.step()

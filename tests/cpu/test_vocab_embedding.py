@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch
+from tests.cpu.training import Pair, backends, batch, expect_bit_equal, snapshot
 
 IDS = torch.tensor([[1, 4, 4, 10], [0, 9, 4, 1]])
 OTHERS = torch.tensor([[3, 3, 2, 0]])
@@ -145,6 +145,29 @@ def test_formats(backend, dtype, recipe):
         state["exp_avg"].float(), oracle.state[twin.embedding.weight]["exp_avg"], rtol=8e-3, atol=0
     )
     torch.testing.assert_close(model.embedding.weight.float(), twin.embedding.weight, rtol=4e-3, atol=1e-6)
+
+
+@backends
+@pytest.mark.parametrize("recipe", ["sr-store", "int8"])
+def test_formats_of_blocks_and_of_random_bits(backend, recipe):
+    """As a linear's weight whose dY are the one-hot rows of the ids."""
+    weight = batch(11, 70).bfloat16()
+    embedding, linear = nn.Embedding(11, 70), nn.Linear(70, 11, bias=False)
+    stored = []
+    for module in (embedding, linear):
+        module.weight = nn.Parameter(weight.clone())
+        optimizer = forge.attach(nn.ModuleDict({"layer": module}), lr=1e-2, recipe=recipe, backend=backend)
+        for seed in range(2):
+            gradient = batch(8, 70, seed=seed).bfloat16()
+            if module is embedding:
+                module(IDS.flatten()).backward(gradient)
+            else:
+                one_hot = nn.functional.one_hot(IDS.flatten(), 11).bfloat16()
+                module(gradient).backward(one_hot)
+            optimizer.step()
+            optimizer.zero_grad()
+        stored.append([*snapshot(nn.Module(), optimizer), module.weight.detach().clone()])
+    expect_bit_equal(*stored)
 
 
 @pytest.mark.parametrize(
