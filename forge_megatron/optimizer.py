@@ -115,7 +115,7 @@ class ForgeOptimizer(Capturing):
         self._skips = Skips()
         self._measured: tuple[Tensor, Tensor | None] | None = None
         self._update_norms: dict[str, Tensor] = {}
-        self._grad_norm = torch.zeros((), device=self._parameters.all[0].device)
+        self._grad_norm = torch.zeros((), dtype=torch.float32, device=self._parameters.all[0].device)
 
     # ---- parameters
 

@@ -66,8 +66,8 @@ class Parameters:
         self._late_norms: LateNorms = []
         for device, params in members.items():
             counts = [self._rule(p).n_scalars for p in params]
-            scalars = torch.zeros(sum(counts), device=device)
-            norms = torch.zeros(len(params), device=device)
+            scalars = torch.zeros(sum(counts), dtype=torch.float32, device=device)
+            norms = torch.zeros(len(params), dtype=torch.float32, device=device)
             self._tables[device] = (params, scalars, norms)
             self._rows.update(zip(params, zip(scalars.split(counts), norms.unbind(), strict=True), strict=True))
         for p in self.all:
@@ -225,7 +225,8 @@ class Parameters:
 
     def measure_updates(self, wanted: bool) -> None:
         """From now on, every step of a parameter writes how far it moved the weight, or no longer does."""
-        self._update_norms_sq = {p: torch.zeros((), device=p.device) for p in self.all} if wanted else {}
+        measured = self.all if wanted else ()
+        self._update_norms_sq = {p: torch.zeros((), dtype=torch.float32, device=p.device) for p in measured}
         for p, slot in self.slots.items():
             slot.update_norm_sq = self._update_norms_sq.get(p)
 

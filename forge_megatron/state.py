@@ -65,15 +65,15 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
         state_format, store = resolve_group(p.dtype, group, formats)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{label}: {error}") from None
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    state.update((name, torch.tensor(value, dtype=torch.float32)) for name, value in rule.running.items())
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    state.update((name, torch.tensor(value, dtype=torch.float32, device="cpu")) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
     _expect_codes(rule, state_format, p, label)
     for name in rule.states:
         sign = name in rule.nonnegative
         state.update(state_format.allocate(name, p, initial.get(name, 0.0), nonnegative=sign))
     shapes = rule.statistics(group, p.shape)
-    state.update((name, torch.zeros(shape, device=p.device)) for name, shape in shapes.items())
+    state.update((name, torch.zeros(shape, dtype=torch.float32, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
 

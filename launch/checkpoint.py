@@ -66,7 +66,8 @@ def found(folder: Path) -> list[Path]:
 def save(folder: Path, step: int, state: dict, keep: int = 2) -> Path:
     """Write ``state`` (a sharded state dict) as ``folder/step_N``. Collective.
 
-    Older checkpoints than the newest ``keep`` are removed once this one is in place.
+    Older checkpoints than the newest ``keep`` are removed once this one is in place. Those of a later step belong
+    to a run that this one has left behind; they are renamed, so that no resume takes them.
     """
     final = folder / f"{_PREFIX}{step:08d}"
     partial = folder / f"{_PARTIAL}-{final.name}"
@@ -82,22 +83,38 @@ def _put_in_place(partial: Path, final: Path, keep: int) -> None:
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
+    for later in found(final.parent):
+        if step_of(later) > step_of(final):
+            _set_aside(later, "replaced")
     manifest.sync_folder(final.parent)
     for old in found(final.parent)[keep:]:
         shutil.rmtree(old)
 
 
+def _set_aside(folder: Path, why: str) -> None:
+    """Rename a checkpoint, so that it is neither resumed from nor counted among those that are kept."""
+    aside = folder.with_name(f"{why}-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    _log.warning("checkpoint %s is %s: it is now %s", folder, why, aside.name)
+
+
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint that its manifest confirms; None where there is none at all. Collective.
+
+    Newer ones that are damaged are renamed: counted among those that are kept, they would push out whole ones.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged.
     """
     candidates = found(folder)
+    damaged: list[Path] = []
     for candidate in candidates:
         fault = manifest.fault(candidate)
         if fault is None:
+            on_rank_zero(lambda: [_set_aside(each, "damaged") for each in damaged])
             return candidate
+        damaged.append(candidate)
         if dist.get_rank() == 0:
             _log.warning("checkpoint %s is damaged and passed over: %s", candidate, fault)
     if candidates:

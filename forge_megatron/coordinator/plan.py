@@ -68,6 +68,8 @@ def plan(
         if sharding != "states":
             raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
         raise NotImplementedError(f"sharding={sharding!r} is not built yet; use sharding='none'")
+    if not isinstance(waiting, bool):
+        raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
         raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
     if accumulation_steps is not None and (

@@ -219,7 +219,7 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
     rows = slot.weight.shape[0]
     if slot.rule.regime != "fused":
         # Its update reads more than its own rows.
-        whole = torch.zeros(slot.weight.shape, device=slot.weight.device)
+        whole = torch.zeros(slot.weight.shape, dtype=torch.float32, device=slot.weight.device)
         whole = whole if accumulator is None else whole.add_(accumulator)
         wgrad_accumulate(segments, whole, backend=backend)
         regimes.wgrad_step(slot, [], whole, multiplier, backend)

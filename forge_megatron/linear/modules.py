@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ class ForgeLinear(Attached, nn.Linear):
 
     plain = nn.Linear
 
+    # Here and not in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
+    @torch._disable_dynamo
     def forward(self, input: Tensor) -> Tensor:
         if self.owner_in_forward() is None:
             return F.linear(input, self.weight, self.bias)

@@ -130,7 +130,7 @@ class OwnedWeight:
 
     def renew_ticket(self) -> None:
         """Makes the ticket's and the weight's nodes anew: autograd runs a leaf's on the stream that made it."""
-        self.ticket = torch.zeros((), device=self.weight.device, requires_grad=True)
+        self.ticket = torch.zeros((), dtype=torch.float32, device=self.weight.device, requires_grad=True)
         self._ticket_node = get_gradient_edge(self.ticket).node
         self._weight_node = None
 

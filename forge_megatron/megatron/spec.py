@@ -30,6 +30,10 @@ _LINEARS: dict[Any, type] = {
 }
 
 
+#: Multi-latent attention compares these with the classes that it knows; prepare() converts what it has built.
+_COMPARED = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
 def rewrite(spec: Any, replacements: Mapping[Any, type]) -> Any:
     """A copy of a spec with other classes in it.
 
@@ -48,6 +52,8 @@ def rewrite(spec: Any, replacements: Mapping[Any, type]) -> Any:
     if dataclasses.is_dataclass(spec):
         rewritten = copy.copy(spec)
         for field in dataclasses.fields(spec):
+            if field.name in _COMPARED:
+                continue
             setattr(rewritten, field.name, rewrite(getattr(spec, field.name), replacements))
         return rewritten
     return spec

@@ -95,8 +95,8 @@ class LogitGradient(FormedRows):
         self._formed = 0
         self.shape = torch.Size((head.x.shape[0], head.weight.shape[0]))
         self.block = head.block
-        self._dx = torch.zeros(head.x.shape, device=head.x.device) if x_wanted else None
-        self._dbias = torch.zeros(self.shape[1], device=head.x.device) if bias_wanted else None
+        self._dx = torch.zeros(head.x.shape, dtype=torch.float32, device=head.x.device) if x_wanted else None
+        self._dbias = torch.zeros(self.shape[1], dtype=torch.float32, device=head.x.device) if bias_wanted else None
 
     def keep(self, x: Tensor) -> None:
         # The bias may be stepped before the weight is.
@@ -136,7 +136,7 @@ class LogitGradient(FormedRows):
 
     def times_x(self) -> Tensor:
         """``dYᵀ X [V, H]`` in fp32, for a weight that an ordinary optimizer steps."""
-        gradient = torch.empty(self._head.weight.shape, device=self._head.x.device)
+        gradient = torch.empty(self._head.weight.shape, dtype=torch.float32, device=self._head.x.device)
         for rows in self._head.blocks():
             gradient[rows] = multiply(self.columns(rows).t(), self._head.x)
         return gradient

@@ -140,7 +140,7 @@ def test_fullgraph_is_refused():  # field log row 78
     pair = Pair(Block())
     before = snapshot(pair.model, pair.optimizer)
     compiled = torch.compile(pair.model, fullgraph=True, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="owned_linear"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="ForgeLinear"):
         compiled(batch(5, 8))
     expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
     # As torch says itself, fullgraph is the only thing in the way.
@@ -193,3 +193,15 @@ def test_an_embedding_and_a_fused_head(tied):
         graphs.append(counter.frame_count)
     pair.expect_equal()
     assert graphs[1:] == graphs[1:2] * 3
+
+
+def test_layers_do_not_compile_one_anothers_forward_again():
+    """Each layer has weights of its own: a forward that was compiled for one of them would be compiled for all."""
+    torch.manual_seed(0)
+    pair = Pair(nn.Sequential(*(Block() for _ in range(12))))
+    counter = CompileCounter()
+    compiled = torch.compile(pair.model, backend=counter)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            compiled_step(pair, compiled, batch(5, 8, seed=seed))
+    pair.expect_equal()

@@ -65,6 +65,8 @@ def test_the_newest_whole_one_is_taken_with_a_warning(tmp_path, caplog, kind):
     DAMAGE[kind][0](tmp_path / "step_00000200")
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest_whole(tmp_path).name == "step_00000010"
+    # Out of the way: a later save would count it among the newest, and remove the whole one.
+    assert [folder.name for folder in checkpoint.found(tmp_path)] == ["step_00000010", "step_00000005"]
     assert "step_00000200 is damaged and passed over" in caplog.text
 
 
@@ -105,3 +107,13 @@ def test_the_self_test_sees_what_is_not_read_back(loaded, key):
     """Moments that are lost, change dtype or are left uninitialised; a step count that is dropped."""
     assert selftest.differences(SAVED, SAVED) == []
     assert selftest.differences(SAVED, loaded) == [key]
+
+
+def test_a_save_neither_removes_itself_nor_is_passed_by_a_run_left_behind(tmp_path):
+    for step in (1000, 2000):
+        write(tmp_path / f"step_{step:08d}", step)
+    write(tmp_path / ".partial", 5)
+    checkpoint._put_in_place(tmp_path / ".partial", tmp_path / "step_00000005", keep=2)
+    assert [folder.name for folder in checkpoint.found(tmp_path)] == ["step_00000005"]
+    assert checkpoint.newest_whole(tmp_path).name == "step_00000005"
+    assert (tmp_path / "replaced-step_00002000").is_dir()

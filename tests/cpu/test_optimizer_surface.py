@@ -1,5 +1,6 @@
 """Whatever of the public surface is not built is refused by name, never ignored."""
 
+import copy
 import subprocess
 import sys
 
@@ -109,3 +110,29 @@ def test_the_import_does_not_import_the_compiler_or_triton():
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["forge_megatron"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_model_is_not_ours(dtype):
+    """Models are built in bf16 under torch.set_default_dtype, and attached to before it is set back."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer = forge.attach(model, "adamw", lr=1e-2)
+        x = torch.ones(2, 4, dtype=torch.float32)
+        model(x).sum().backward()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    twin(x).sum().backward()
+    reference.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_switch_is_a_bool():
+    with pytest.raises(ValueError, match="waiting='no'; give True or False"):
+        forge.attach(torch.nn.Linear(4, 4), "adamw", lr=1e-2, waiting="no")
