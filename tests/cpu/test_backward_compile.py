@@ -203,5 +203,5 @@ def test_layers_do_not_compile_one_anothers_forward_again():
     compiled = torch.compile(pair.model, backend=counter)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2):
-            compiled_step(pair, compiled, batch(5, 8, seed=seed))
+            compiled_step(pair, compiled, batch(5, 8, seed=seed).requires_grad_())
     pair.expect_equal()
