@@ -43,6 +43,7 @@ _FIXED = (
     "run.seed",
     "batch.total",
     "data.sequence_length",
+    "optimizer.rule",
     "optimizer.beta1",
     "optimizer.beta2",
     "optimizer.eps",

@@ -19,6 +19,7 @@ ARMS = {
     "forge, in backward": ("optimizer.use_forge=true", "optimizer.clip_grad=0", "batch.micro=4"),
     "forge, bf16 states": ("optimizer.use_forge=true", "optimizer.recipe=bf16-state"),
     "forge, bf16 with master": ("optimizer.use_forge=true", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
+    "forge, another rule": ("optimizer.rule=nadam", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
 }
 
 
@@ -78,6 +79,11 @@ def test_what_a_run_cannot_change_is_refused_by_its_key(change, job_of_two_steps
     key, value = change.split("=")
     assert f"{key}: {value} here, " in job_of_two_steps.run("run.steps=4", change, code=1)
     assert set(job_of_two_steps.losses()) == {1, 2}
+
+
+def test_another_rule_is_refused(job_of_two_steps):
+    said = job_of_two_steps.run("run.steps=4", "optimizer.use_forge=true", "optimizer.rule=lion", code=1)
+    assert "optimizer.rule: lion here, adamw in the checkpoint" in said
 
 
 def test_another_model_is_refused(job_of_two_steps):
