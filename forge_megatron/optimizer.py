@@ -45,8 +45,10 @@ class ForgeOptimizer(Capturing):
         clip_grad_norm: largest gradient norm; every weight then waits for ``step()``.
         clip: which norm: the ``"global"`` one of all parameters, or each ``"weight"``'s own.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
-        skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight and state, the
-            others are stepped. ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
+        skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight, master and states (with
+            states in blocks, the whole block does), without weight decay; all others are stepped and every count
+            rises. No weight becomes infinite or NaN, but a part of the step is taken, from a loss that was wrong.
+            ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
@@ -252,7 +254,7 @@ class ForgeOptimizer(Capturing):
         self._limit = self._measured_after = None
         super().zero_grad(set_to_none)
 
-    def rollback(self, *, accept: bool = False) -> None:
+    def rollback(self, *, accept: bool = False) -> bool:
         """Leaves a window that was broken off, in backward or in ``step()``, by an exception or an interrupt.
 
         Drops kept factors, accumulators and every ``.grad``, so that their memory is free. Where updates wait for
@@ -262,9 +264,13 @@ class ForgeOptimizer(Capturing):
         Args:
             accept: keep the updates that have been made as a step of those weights alone.
 
+        Returns:
+            Whether training can go on. False: weights have been updated already, in backward or by an interrupted
+            ``step()``; every use is an error from now on, until ``load_state_dict`` (of the model too) or
+            ``rollback(accept=True)``.
+
         Raises:
-            RuntimeError: weights have been updated already; so does every use from then on, until
-                ``load_state_dict`` (of the model too) or ``rollback(accept=True)``.
+            RuntimeError: called inside backward.
         """
         super().zero_grad(set_to_none=True)
         self._gradients.close_window()
@@ -273,8 +279,8 @@ class ForgeOptimizer(Capturing):
         self._limit = self._measured_after = None
         self._parameters.advance_running()
         self._parameters.reopen_window()
-        for book in self._books:
-            book.roll_back(accept=accept)
+        restored = [book.roll_back(accept=accept) for book in self._books]
+        return all(restored)
 
     # ---- switching off
 

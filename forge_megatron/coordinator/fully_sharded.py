@@ -161,11 +161,11 @@ class FullySharded:
                 "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
             )
 
-    def roll_back(self, *, accept: bool) -> None:
+    def roll_back(self, *, accept: bool) -> bool:
         """Drops everything that waits. Updates that have been made stay, and are an error unless accepted.
 
-        Raises:
-            RuntimeError: weights have been updated since the last ``step()``, and ``accept`` is False.
+        Returns:
+            False: weights have been updated since the last ``step()``, which is an error on the next use.
         """
         self._note_failures(closing=True)
         if accept or not self._stepped:
@@ -175,8 +175,7 @@ class FullySharded:
                 f"rolled back after backward had updated {len(self._stepped)} of {len(self.group_of)} weights (the "
                 f"first is {self.updated}), which cannot be taken back; {WAY_OUT}"
             )
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
+        return self._broken is None
 
     def restored(self) -> None:
         """After ``load_state_dict``: whatever a failed backward did is gone."""

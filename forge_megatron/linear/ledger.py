@@ -185,11 +185,11 @@ class Ledger:
                 "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
             )
 
-    def roll_back(self, *, accept: bool) -> None:
+    def roll_back(self, *, accept: bool) -> bool:
         """Drops everything that waits. Updates that have been made stay, and are an error unless accepted.
 
-        Raises:
-            RuntimeError: weights have been updated since the last ``step()``, and ``accept`` is False.
+        Returns:
+            False: weights have been updated since the last ``step()``, which is an error on the next use.
         """
         self.expect_no_failed_backward(closing=True)
         stepped = [owned.name for owned in self.owned if owned.updated]
@@ -202,8 +202,7 @@ class Ledger:
                 f"rolled back after backward had updated {len(stepped)} of {len(self.owned)} weights (the first is "
                 f"{stepped[0]}), which cannot be taken back; {WAY_OUT}"
             )
-        if self._broken is not None:
-            raise RuntimeError(self._broken)
+        return self._broken is None
 
     def restored(self) -> None:
         """After ``load_state_dict``: whatever a failed backward did is gone."""

@@ -198,6 +198,17 @@ def test_a_gradient_hook_on_an_owned_weight(backend, register):
     optimizer.step()
 
 
+def test_a_hook_on_the_gradients_of_several_weights():
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-2)
+    handle = torch.autograd.graph.register_multi_grad_hook([model[2].weight, model[2].bias], lambda grads: None)
+    before = snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"^2\.weight: a gradient hook"):
+        model(batch(5, 6)).square().mean().backward()
+    expect_bit_equal(before, snapshot(model, optimizer))
+    handle.remove()
+
+
 def test_a_gradient_hook_from_before_attach_fires():
     pair_model = mlp(6, 8, 4)
     seen = []

@@ -135,6 +135,14 @@ def test_a_scaler_is_refused_where_weights_are_updated_in_backward():
     expect_bit_equal(before, snapshot(model, optimizer))
 
 
+def test_a_detached_optimizer_takes_a_scaler_as_torchs_does():
+    pair = Pair(mlp(6, 8, 4))
+    pair.optimizer.detach()
+    losses = [mean_square(batch(5, 6)), lambda model: model(batch(5, 6)).sum() * math.inf, mean_square(batch(5, 6))]
+    assert train_with_scalers(pair, losses, init_scale=2.0**10) == [(2.0**k, 2.0**k) for k in (10, 9, 9)]
+    pair.expect_equal()
+
+
 def test_unscale_is_refused_by_name():
     """It would unscale every .grad and leave out the owned weights; clipping after it would too."""
     model = mlp(6, 8, 4)
