@@ -16,9 +16,22 @@ from .slot import Segment, Slot
 
 
 def wgrad_step(
-    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+    slot: Slot,
+    segments: Sequence[Segment],
+    accumulator: Tensor | None,
+    multiplier: Tensor | None,
+    backend: str,
+    channels: Tensor | None = None,
 ) -> None:
-    """Form the gradient tile by tile and step each tile where it was formed."""
+    """Form the gradient tile by tile and step each tile where it was formed.
+
+    Args:
+        channels: fp32 ``[O, 1]`` or ``[1, I]``, contiguous: multiplies each row or column. By the portable kernels.
+    """
+    if channels is not None:
+        module = _module(resolve_backend(slot.weight.device, backend), "wgrad")
+        module.wgrad_step(slot, segments, accumulator, multiplier, channels)
+        return
     launch(choose_for(slot, segments, accumulator, backend), slot, segments, accumulator, multiplier)
 
 
@@ -33,12 +46,19 @@ def launch(
 
 
 def wgrad_norm_sq(
-    segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, shape: torch.Size, backend: str
+    segments: Sequence[Segment],
+    out: Tensor,
+    accumulator: Tensor | None,
+    shape: torch.Size,
+    backend: str,
+    channels: Tensor | None = None,
 ) -> None:
-    """Write the sum of squares of a gradient of ``shape`` to ``out``."""
+    """Write the sum of squares of a gradient of ``shape`` to ``out``; ``channels`` as :func:`wgrad_step`'s."""
     module = _module(resolve_backend(out.device, backend), "wgrad")
-    known = gram_norm_sq(segments) if accumulator is None and pays(segments, *shape) else None
-    module.wgrad_norm_sq(segments, out, accumulator, shape, known)
+    known = None
+    if accumulator is None and channels is None and pays(segments, *shape):
+        known = gram_norm_sq(segments)
+    module.wgrad_norm_sq(segments, out, accumulator, shape, known, channels)
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:

@@ -81,21 +81,6 @@ class Gradient:
             _add(total, dy, x.float())
         return total
 
-    def scaled(self, factor: Tensor, by_row: bool) -> Gradient:
-        """G with each row or column multiplied: so is one of its factors."""
-        segments = []
-        for dy, x in self.segments:
-            if not by_row:
-                segments.append((dy if is_lookup((dy, x)) else dy.float(), x.float() * factor))
-            elif is_lookup((dy, x)):
-                segments.append((dy, x.float() * factor[dy].unsqueeze(1)))
-            else:
-                segments.append((dy.float() * factor, x.float()))
-        accumulator = None
-        if self.accumulator is not None:
-            accumulator = self.accumulator.float() * (factor.unsqueeze(1) if by_row else factor)
-        return Gradient(segments, accumulator, self.shape)
-
 
 def _add(product: Tensor, dy: Tensor, x: Tensor) -> None:
     """Add ``dY^T X`` of one segment to ``product``, without atomics."""
@@ -134,8 +119,8 @@ def wgrad_step(
         factors = (direction.t(), basis) if right else (basis.t(), direction)
         fused.wgrad_step(_applied(slot), [factors], None, None, backend)
     else:
-        gradient, multiplier = _scaled(slot, gradient, low, direction, multiplier, backend)
-        fused.wgrad_step(_applied(slot), gradient.segments, gradient.accumulator, multiplier, backend)
+        channels, multiplier = _scaled(slot, gradient, low, direction, multiplier, backend)
+        fused.wgrad_step(_applied(slot), gradient.segments, gradient.accumulator, multiplier, backend, channels)
 
 
 def _applied(slot: Slot) -> Slot:
@@ -145,25 +130,23 @@ def _applied(slot: Slot) -> Slot:
 
 
 def _scaled(slot: Slot, gradient: Gradient, low: Tensor, direction: Tensor, multiplier, backend: str):
-    """APOLLO's update, as a gradient and what multiplies it; keeps its norm for the next step."""
+    """What APOLLO's update is of G: factors of its channels, or None, and a multiplier; keeps its norm."""
     options: Projection = slot.rule.stages.projection
-    by_channel, right = options.scaling == "channel", options.is_right(gradient.shape)
-    dim = (1 if right else 0) if by_channel else (0, 1)
-    factor = torch.linalg.vector_norm(direction, dim=dim) / (torch.linalg.vector_norm(low, dim=dim) + 1e-8)
     before = slot.statistics[3]
-    if by_channel:
-        gradient = gradient.scaled(factor, by_row=right)
-        factor = torch.ones_like(before)
-    if multiplier is not None:
-        factor = factor * multiplier
+    dim = (0, 1) if options.scaling == "tensor" else 1 if options.is_right(gradient.shape) else 0
+    sizes = (torch.linalg.vector_norm(each, dim=dim, keepdim=True) for each in (direction, low))
+    channels = next(sizes) / (next(sizes) + 1e-8)
+    factor = torch.ones_like(before) if multiplier is None else multiplier
+    if options.scaling == "tensor":
+        channels, factor = None, factor * channels.squeeze()
     size = torch.empty_like(before)
-    fused.wgrad_norm_sq(gradient.segments, size, gradient.accumulator, gradient.shape, backend)
+    fused.wgrad_norm_sq(gradient.segments, size, gradient.accumulator, gradient.shape, backend, channels)
     size = size.sqrt_() * factor.abs()
     if int(slot.step) > 0:
         limiter = torch.clamp(size / (before + 1e-8), min=GROWTH) / GROWTH
         factor, size = factor / limiter, size / limiter
     before.copy_(torch.where(torch.isfinite(size), size, before))
-    return gradient, factor * options.scale
+    return channels, factor * options.scale
 
 
 def _basis(kind: str, gradient: Gradient, template: Tensor, right: bool, seed: str) -> Tensor:

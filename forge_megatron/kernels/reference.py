@@ -22,19 +22,19 @@ from .slot import Segment, Slot
 BLOCK_ELEMENTS = 1 << 17
 
 
-def wgrad_step(slot, segments, accumulator, multiplier) -> None:
+def wgrad_step(slot, segments, accumulator, multiplier, channels=None) -> None:
     segments, lookups = _fp32_inputs(segments)
     norm = None if slot.norm_sq is None else _zero_norm(slot.weight)
     for rows in _row_blocks(slot.weight.shape):
         grad = _wgrad(segments, lookups, accumulator, rows, slot.weight)
         if norm is not None:
             norm += _sum_of_squares(grad)
-        _apply(slot, rows, grad, multiplier)
+        _apply(slot, rows, _scaled(grad, channels, rows), multiplier)
     if norm is not None:
         slot.norm_sq.data.copy_(norm)
 
 
-def wgrad_norm_sq(segments, out, accumulator, shape, known=None) -> None:
+def wgrad_norm_sq(segments, out, accumulator, shape, known=None, channels=None) -> None:
     if known is not None and bool(known[1]):
         out.data.copy_(known[0])
         return
@@ -42,7 +42,7 @@ def wgrad_norm_sq(segments, out, accumulator, shape, known=None) -> None:
     template = accumulator if accumulator is not None else out.new_empty(()).expand(shape)
     norm = _zero_norm(out)
     for rows in _row_blocks(shape):
-        norm += _sum_of_squares(_wgrad(segments, lookups, accumulator, rows, template))
+        norm += _sum_of_squares(_scaled(_wgrad(segments, lookups, accumulator, rows, template), channels, rows))
     out.data.copy_(norm)
 
 
@@ -83,6 +83,12 @@ def _wgrad(segments, lookups, accumulator, rows: slice, template: Tensor) -> Ten
     if lookups is not None:
         lookups.add_to(grad, rows.start)
     return grad
+
+
+def _scaled(grad: Tensor, channels: Tensor | None, rows: slice) -> Tensor:
+    if channels is None:
+        return grad
+    return grad * (channels[rows] if channels.shape[1] == 1 else channels)
 
 
 def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:

@@ -117,6 +117,17 @@ def add_lookups(
 
 
 @triton.jit
+def channel_factors(channels, row, column, O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BY_ROW: tl.constexpr):
+    """What multiplies a tile: ``channels`` has one number a row, or one a column."""
+    if BY_ROW:
+        rows = row + tl.arange(0, BLOCK_O)
+        return tl.load(channels + rows, mask=rows < O, other=0.0)[:, None]
+    else:
+        columns = column + tl.arange(0, BLOCK_I)
+        return tl.load(channels + columns, mask=columns < I, other=0.0)[None, :]
+
+
+@triton.jit
 def column_parts(tile, PARTS: tl.constexpr):
     """Cut a tile into ``PARTS`` (a power of two) tiles of adjacent columns, from left to right."""
     parts = (tile,)

@@ -26,7 +26,7 @@ from .triton_language import (
     round_to,
 )
 from .triton_noise import tile_bits
-from .triton_tile import add_lookups, column_parts, gradient_tile, in_range, locate, tile_position
+from .triton_tile import add_lookups, channel_factors, column_parts, gradient_tile, in_range, locate, tile_position
 
 #: Token counts of the segments of one launch: each unrolls another loop, so what is beyond is
 #: concatenated first. They change from batch to batch and must not compile the kernel anew, as
@@ -60,6 +60,7 @@ def wgrad_step_kernel(
     scalars,
     noise,
     multiplier,
+    channels,
     partials,
     O,
     I,
@@ -74,6 +75,7 @@ def wgrad_step_kernel(
     OFFSET: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
@@ -96,6 +98,8 @@ def wgrad_step_kernel(
             sum_of_squares += tl.sum(g * g)
         if multiplier is not None:
             g *= tl.load(multiplier)
+        if channels is not None:
+            g *= channel_factors(channels, row, first, O, I, BLOCK_O, WIDTH, BY_ROW)
         corner, offset = locate(row, first, weight_strides, BLOCK_O, WIDTH, OFFSET)
         weights = weight + corner + offset
         corner, offset = locate(row, first, state_strides, BLOCK_O, WIDTH, OFFSET)
@@ -135,6 +139,7 @@ def wgrad_norm_kernel(
     accumulator,
     accumulator_strides,
     sure,
+    channels,
     partials,
     O,
     I,
@@ -144,6 +149,7 @@ def wgrad_norm_kernel(
     GROUP: tl.constexpr,
     OFFSET: tl.constexpr,
     PRECISION: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     if sure is not None:  # noqa: SIM102 - a condition of the compiler's, and one of the device's
         if tl.load(sure) != 0:
@@ -157,6 +163,8 @@ def wgrad_norm_kernel(
         inside = in_range(row, column, O, I, BLOCK_O, BLOCK_I)
         corner, offset = locate(row, column, accumulator_strides, BLOCK_O, BLOCK_I, OFFSET)
         g += tl.load(accumulator + corner + offset, mask=inside, other=0.0).to(tl.float32)
+    if channels is not None:
+        g *= channel_factors(channels, row, column, O, I, BLOCK_O, BLOCK_I, BY_ROW)
     tl.store(partials + tl.program_id(0), tl.sum(g * g))
 
 
@@ -197,7 +205,7 @@ def wgrad_write_kernel(
     tl.store(out + corner + offset, round_to(g, out.dtype.element_ty), mask=inside)
 
 
-def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
+def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> None:
     """Launch the step of one weight, on operands that the caller checked."""
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
@@ -216,6 +224,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             slot.scalars,
             None if slot.noise is None else slot.noise.words,
             multiplier,
+            channels,
             partials,
             rows,
             columns,
@@ -224,6 +233,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
             N_SCALARS=slot.rule.n_scalars,
             GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
             PARTS=launch.parts,
+            BY_ROW=_by_row(channels),
             maxnreg=launch.maxnreg,
             **launch.options,
         )
@@ -231,18 +241,23 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier) -> None:
         add_up(slot.norm_sq, partials, slot.late_norms)
 
 
-def wgrad_norm_sq(segments, out: Tensor, accumulator, shape, known: tuple[Tensor, Tensor] | None = None) -> None:
+def wgrad_norm_sq(
+    segments, out: Tensor, accumulator, shape, known: tuple[Tensor, Tensor] | None = None, channels=None
+) -> None:
     """Launch the norm of one weight gradient, on operands that the caller checked.
 
     Args:
         known: what it is, 0-dim fp64, and whether that is sure, 0-dim bool; the kernel then has nothing to do.
+        channels: fp32 ``[O, 1]`` or ``[1, I]``, which multiplies the gradient first.
     """
     rows, columns = shape
     launch = _Launch(segments, accumulator, rows, columns)
     partials = launch.partials(out.device)
     if launch.grid[0]:
         sure = None if known is None else known[1].int()
-        wgrad_norm_kernel[launch.grid](*launch.operands, sure, partials, rows, columns, **launch.options)
+        wgrad_norm_kernel[launch.grid](
+            *launch.operands, sure, channels, partials, rows, columns, BY_ROW=_by_row(channels), **launch.options
+        )
     if known is None:
         add_up(out, partials, None)
     else:
@@ -310,6 +325,10 @@ class _Launch:
     def partials(self, device: torch.device) -> Tensor:
         """One fp32 sum of squares a tile; their sum has a fixed order, so replicas agree."""
         return torch.empty(self.grid, dtype=torch.float32, device=device)
+
+
+def _by_row(channels: Tensor | None) -> bool:
+    return channels is not None and channels.shape[1] == 1
 
 
 def _lookup_operands(lookups: Lookups | None, rows: int, block: int) -> tuple:

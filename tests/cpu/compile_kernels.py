@@ -174,6 +174,13 @@ def main() -> None:
                 triton_step.step([half], [torch.zeros(2048, 2048)], None)
             else:
                 triton_wgrad.wgrad_step(half, [(torch.zeros(512, 2048, dtype=BF16),) * 2], None, torch.zeros(()))
+    for channels in (torch.zeros(2048, 1), torch.zeros(1, 2048)):
+        label = f"channels {list(channels.shape)}"
+        apply = get("apollo").variant(get("apollo").resolve({"lr": 1.0})).stages.apply
+        half = Slot(apply, torch.zeros(2048, 2048, dtype=BF16), (), torch.zeros(apply.n_scalars))
+        segments = [(torch.zeros(512, 2048, dtype=BF16),) * 2]
+        triton_wgrad.wgrad_step(half, segments, None, torch.zeros(()), channels)
+        triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), None, half.weight.shape, None, channels)
     label = "head"
     normaliser = softmax.Normaliser(torch.zeros(64, dtype=torch.int64), "triton")
     block, bias = torch.zeros(64, 4096), torch.zeros(4096, dtype=BF16)

@@ -6,8 +6,8 @@ R, ``s = |N| / (|R| + 1e-8)`` of each channel of the larger extent (``scale_type
 ``s G`` from growing by more than 1.01 a step (Fira, arXiv:2410.01623). Bias correction, ``eps``, the order of the
 decay, and vectors are GaLore's (:mod:`.galore`).
 
-The gradient never exists: R is ``dY^T (X V^T)``, and ``s G`` has the factors of G with one of them scaled. Its norm is
-a second pass over them, by the norm-only kernel. Factors that are scaled by channel are fp32.
+The gradient never exists: R is ``dY^T (X V^T)``, and a tile of ``s G`` is one of G, scaled where it was formed. Its
+norm is a second pass over the factors, by the norm-only kernel.
 """
 
 from __future__ import annotations
