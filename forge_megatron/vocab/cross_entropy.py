@@ -28,7 +28,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.weight, ctx.targets, ctx.loss, ctx.use, ctx.is_callers = weight, targets, loss, use, is_callers(x)
         # The source is saved so that autograd sees a write to it; an owned weight has a check of its own.
         ctx.save_for_backward(x, bias, log_sum_exp, source if use is None else None)
-        return torch.where(targets >= 0, losses, 0.0)
+        return losses.masked_fill(targets < 0, 0.0)
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
@@ -37,7 +37,7 @@ class _TokenLosses(torch.autograd.Function):
         wanted = use is not None and use.begin()
         x_wanted, source_wanted, bias_wanted, *_ = ctx.needs_input_grad
         # The mean over no token has an infinite gradient, which reaches none.
-        upstream = torch.where(ctx.targets >= 0, upstream, 0.0)
+        upstream = upstream.masked_fill(ctx.targets < 0, 0.0)
         head = Head(x.detach(), ctx.weight, None if bias is None else bias.detach(), ctx.targets, ctx.loss)
         with without_autocast(x.device):
             gradient = LogitGradient(head, log_sum_exp, upstream, x_wanted=x_wanted, bias_wanted=bias_wanted)
@@ -101,7 +101,7 @@ def linear_cross_entropy(
     tokens = targets.reshape(-1)
     _check_targets(tokens, weight.shape[0], ignore_index)
     # The caller may write the next batch to its targets; an ignored one is outside the vocabulary.
-    tokens = torch.where(tokens == ignore_index, -1, tokens)
+    tokens = tokens.masked_fill(tokens == ignore_index, -1)
     x = hidden.reshape(tokens.shape[0], weight.shape[1]).to(dtype).contiguous()
     use = open_use(weight)
     loss = Loss(label_smoothing, z_loss, backend)
