@@ -1,7 +1,8 @@
 """Which kernel steps a weight from its gradient's factors: the one place that decides, and can say.
 
 ========== =====================================================================================
-hopper     warp-specialised, on compute capability 9.0: a tile's state moves beside another's GEMM
+hopper     warp-specialised, on compute capability 9.0: a tile's state moves beside another's GEMM;
+           states in fp32 or bf16, weights rounded to nearest
 cublas     the GEMM into a scratch of one weight, summed in fp32, and one elementwise step
 triton     portable: a tile's GEMM, then its step
 reference  torch, in blocks of rows
@@ -87,7 +88,8 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
         if backend == "hopper":
             raise ValueError(
                 f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
-                'of unit stride, some tokens, and no accumulator; use backend="auto"'
+                'of unit stride, some tokens, no accumulator, states in fp32 or bf16, and weights rounded to nearest; '
+                'use backend="auto"'
             )
         chosen = "cublas"
     if chosen == "cublas" and not _cublas().supports(slot, segments, accumulator):

@@ -1,44 +1,20 @@
 """int8 and fp8 states: what the codes hold, in every backend, through steps and checkpoints."""
 
+import code_cases
 import pytest
 import torch
-import triton
-import triton.language as tl
+from code_cases import CODES, every_code, raw
 from torch import nn
 
 import forge_megatron as forge
-from forge_megatron.formats import fp8, int8, resolve_recipe, state_format, state_format_of
-from forge_megatron.formats.code import in_blocks, spread
+from forge_megatron.formats import resolve_recipe, state_format, state_format_of
 from forge_megatron.kernels import Slot, step, wgrad_step
-from forge_megatron.kernels.triton_language import compiled
 from forge_megatron.rules import get
 from tests.cpu.training import backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
-CODES = {
-    "int8-signed": int8.SIGNED,
-    "int8-nonnegative": int8.NONNEGATIVE,
-    "fp8-signed": fp8.SIGNED,
-    "fp8-nonnegative": fp8.NONNEGATIVE,
-}
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
 formats = pytest.mark.parametrize("name", ["int8", "fp8"])
 INSIDE = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-
-def every_code(code) -> torch.Tensor:
-    """All codes that are ever written, ascending."""
-    written = torch.arange(256).to(torch.uint8)
-    if code is int8.NONNEGATIVE:
-        return written
-    if code is int8.SIGNED:
-        return torch.arange(-127, 128).to(torch.int8)
-    values = written.view(torch.float8_e4m3fn).float()
-    kept = ~values.isnan() & (written != 0x80) & ((values >= 0) | (code is fp8.SIGNED))
-    return written[kept][values[kept].argsort()]
-
-
-def raw(stored: torch.Tensor) -> torch.Tensor:
-    return stored.view(torch.uint8)
 
 
 @codes
@@ -58,21 +34,7 @@ def test_every_code_survives_decoding_and_encoding(code):
 
 @codes
 def test_the_interpreted_kernels_have_the_same_codes(code):
-    @triton.jit
-    def there_and_back(x, scales, stored, values, ENCODE: tl.constexpr, DECODE: tl.constexpr):
-        lane = tl.arange(0, 2048)
-        scale = tl.load(scales + lane)
-        tl.store(stored + lane, ENCODE(tl.load(x + lane), scale))
-        tl.store(values + lane, DECODE(tl.load(stored + lane), scale))
-
-    x = torch.randn(2048, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-20, 2, 2048)
-    x = x if code in (int8.SIGNED, fp8.SIGNED) else x.square()
-    scale = spread(code.scale(in_blocks(x.abs()).amax(-1)), 2048)
-    expected = code.encode(x, scale)
-    stored, values = torch.empty_like(expected), torch.empty(2048)
-    there_and_back[(1,)](x, scale, stored, values, compiled(code.encode), compiled(code.decode))
-    assert torch.equal(raw(stored), raw(expected))
-    assert torch.equal(values, code.decode(expected, scale))
+    code_cases.assert_kernels_agree(code, "cpu")
 
 
 @formats

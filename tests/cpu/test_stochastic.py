@@ -73,11 +73,12 @@ def slot(shape, origin: Origin, seed: int = 3, at: int = 7) -> Slot:
 
 
 def stepped(slot: Slot, backend: str, *, fused: bool) -> torch.Tensor:
+    device = slot.weight.device
     if fused:
-        dy, x = torch.full((1, slot.weight.shape[0]), 0.3), torch.ones(1, slot.weight.shape[1])
-        wgrad_step(slot, [(dy, x)], backend=backend)
+        dy = torch.full((1, slot.weight.shape[0]), 0.3, device=device)
+        wgrad_step(slot, [(dy, torch.ones(1, slot.weight.shape[1], device=device))], backend=backend)
     else:
-        step([slot], [torch.full(slot.weight.shape, 0.3)], backend=backend)
+        step([slot], [torch.full(slot.weight.shape, 0.3, device=device)], backend=backend)
     return slot.weight
 
 
