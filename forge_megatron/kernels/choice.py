@@ -88,7 +88,7 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
         if backend == "hopper":
             raise ValueError(
                 f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
-                'of unit stride, some tokens, no accumulator, states in fp32 or bf16, and weights rounded to nearest; '
+                "of unit stride, some tokens, no accumulator, states in fp32 or bf16, and weights rounded to nearest; "
                 'use backend="auto"'
             )
         chosen = "cublas"
