@@ -18,6 +18,7 @@ from forge_megatron.coordinator import (
     OrdinaryGradients,
     ShardGroup,
     Skips,
+    clip_helpers,
     plan,
 )
 from forge_megatron.groups import complete, joining, named_parameters
@@ -200,6 +201,7 @@ class ForgeOptimizer(Capturing):
         """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
         self._watching = True
         self._watch(self._ordinary())
+        clip_helpers.guard(self)
         # An owned weight has a .grad where something reads it without calling its module.
         self._gradients.widen(self.owned)
 
@@ -208,6 +210,12 @@ class ForgeOptimizer(Capturing):
         whole = [p for p in params if p not in self._shards.group_of]
         self._gradients.watch(whole)
         self._gradients.widen(whole)
+
+    def name_without_grad(self, p: Tensor) -> str | None:
+        owned = self.owned.get(p)
+        if owned is not None and (owned.factors or owned.updated):
+            return owned.name
+        return self._shards.name_of_stepped(p)
 
     def _ordinary(self) -> list[Tensor]:
         return [p for p in self._parameters.all if p not in self.owned]
@@ -303,6 +311,7 @@ class ForgeOptimizer(Capturing):
         self._gradients.release()
         self._shards.release()
         self._watching = False
+        clip_helpers.release(self)
         for module in self.fused_modules:
             unfuse(module)
         self.fused_modules.clear()

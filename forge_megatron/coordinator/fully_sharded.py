@@ -115,6 +115,10 @@ class FullySharded:
         """The name of a weight that was updated since the last step, or None."""
         return next((self._labels[p] for p in self._stepped), None)
 
+    def name_of_stepped(self, p: Tensor) -> str | None:
+        """The name of ``p`` if it was updated since the last step; its ``.grad`` is gone."""
+        return self._labels[p] if p in self._stepped else None
+
     def expect_nothing_pending(self, what: str) -> None:
         """Raises if a gradient waits for ``step()``, or an update was made that it has not closed."""
         for p in (*self._stepped, *self._waiting):

@@ -1,11 +1,14 @@
 """Exact global-norm clipping: one coefficient for every parameter, from a norm over all of them."""
 
+import gc
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import forge_megatron as forge
 from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
@@ -228,21 +231,67 @@ def test_a_gradient_that_is_not_finite(backend, bad):
     assert torch.equal(model[2].bias, before[3])
 
 
-class TestClippingHelpers:
-    """Helpers that change .grad would change a part of the model; they are noticed, not skipped in silence."""
+@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("frozen_base", [False, True], ids=["mlp", "adapters"])
+@pytest.mark.parametrize(
+    "helper",
+    [
+        lambda params: nn.utils.clip_grad_norm_(params, 0.1),
+        lambda params: nn.utils.clip_grad_norm_(params, math.inf),
+        lambda params: clip_grad_norm_(params, max_norm=0.1, norm_type=1.0),
+        lambda params: nn.utils.clip_grads_with_norm_(params, 0.1, torch.ones(())),
+        lambda params: nn.utils.clip_grad_value_(parameters=params, clip_value=0.1),
+    ],
+    ids=["norm", "measured", "imported_before", "with_norm", "value"],
+)
+def test_torchs_clipping_is_refused_by_the_weights_name(waiting, frozen_base, helper):
+    """It reads .grad; where every trained weight is owned, nothing else would tell that nothing was clipped."""
+    pair = Pair(mlp(6, 8, 4, bias=not frozen_base), waiting=waiting)
+    if frozen_base:
+        for model, _ in pair.sides():
+            model[0].weight.requires_grad_(False)
+    pair.backward(mean_square(batch(5, 6)))
+    first = "2" if frozen_base else "0"
+    with pytest.raises(RuntimeError, match=rf"^{first}\.weight: torch\.nn\.utils clips .*attach\(clip_grad_norm="):
+        helper(pair.model.parameters())
+    pair.close()
+    pair.expect_equal()
+
+
+def test_torchs_clipping_of_other_models_and_at_other_times_is_left_alone():
+    gc.collect()
+    original = torch.nn.utils.clip_grad_value_
+    model, other = mlp(6, 8, 4), mlp(6, 4)
+    optimizer = forge.attach(model, lr=1e-2)
+    assert inspect.signature(torch.nn.utils.clip_grad_value_) == inspect.signature(original)
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0, "nothing is pending"
+    model(batch(5, 6)).sum().backward()
+    other(batch(5, 6)).sum().backward()
+    nn.utils.clip_grad_value_(other.parameters(), 1e-3)
+    assert max(p.grad.abs().max() for p in other.parameters()) == torch.tensor(1e-3)
+    assert nn.utils.clip_grad_norm_(model[0].bias, 1e9) > 0, "the bias alone has a .grad"
+    optimizer.rollback(accept=True)
+    optimizer.detach()
+    assert torch.nn.utils.clip_grad_value_ is original
+    optimizer = forge.attach(model, lr=1e-2)
+    assert torch.nn.utils.clip_grad_value_ is not original
+    del optimizer
+    gc.collect()
+    assert torch.nn.utils.clip_grad_value_ is original
+
+
+class TestChangesOfGrad:
+    """Whatever changes .grad would change a part of the model; it is noticed, not skipped in silence."""
 
     @pytest.mark.parametrize("waiting", [False, True])
     @pytest.mark.parametrize(
         "helper",
         [
-            lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-            lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
-            lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
             lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None],
             lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters() if p.grad is not None],
             lambda model: model.zero_grad(set_to_none=False),
         ],
-        ids=["norm", "norm_not_reached", "value", "in_place", "replaced", "zeroed"],
+        ids=["in_place", "replaced", "zeroed"],
     )
     def test_a_change_of_grad_after_backward_is_refused(self, waiting, helper):
         model = mlp(6, 8, 4)
@@ -258,7 +307,7 @@ class TestClippingHelpers:
         model = mlp(6, 8, 4)
         optimizer = forge.attach(model, lr=1e-2, waiting=True)
         model(batch(5, 6)).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model[0].bias.grad.mul_(0.1)
         optimizer.zero_grad()
         model(batch(5, 6)).square().mean().backward()
         optimizer.step()
