@@ -1,6 +1,7 @@
 """Rules whose states depend on hyperparameters, and groups that name a rule of their own."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.optim import lr_scheduler
 
 import forge_megatron as forge
 from forge_megatron.rules import available, fused
+from forge_megatron.rules import rule as rule_module
 from tests.cpu import oracles
 from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
@@ -281,6 +283,9 @@ def test_a_new_rule_is_one_file_of_under_thirty_lines(tmp_path, monkeypatch):
     assert len(TOY.splitlines()) < 30
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(fused, "__path__", [*fused.__path__, str(tmp_path)])
+    # What is registered here is forgotten afterwards.
+    monkeypatch.setattr(rule_module, "_registry", dict(rule_module._registry))
+    monkeypatch.delitem(sys.modules, f"{fused.__name__}.toy", raising=False)
     assert "toy" in available()
     monkeypatch.setitem(oracles.OPTIMIZERS, "toy", Toy)
     for backend, clip in (("reference", None), ("triton", None), ("triton", 0.05)):
