@@ -70,6 +70,8 @@ class FullySharded:
         self._waiting: dict[Tensor, None] = {}
         self._collected: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
+        # After the hyperparameters were written, for groups that are reduced on another stream.
+        self._written: torch.cuda.Event | None = None
         # Micro-batches are numbered on; the window's first one is `_first`.
         self._micro_batch = self._first = 0
         self._reduced = False
@@ -193,6 +195,7 @@ class FullySharded:
         self._collected.clear()
         self._stepped.clear()
         self._tasks.clear()
+        self._written = None
         self._first = self._micro_batch + self._reduced
 
     # ---- forward
@@ -209,6 +212,7 @@ class FullySharded:
             return  # a recomputation, or no backward will follow
         if not any(p.requires_grad for p in group.padded):
             return
+        group.expect_not_replaced(self._labels)
         if self._reduced:
             self._micro_batch += 1
             self._reduced = False
@@ -286,6 +290,7 @@ class FullySharded:
         collected, self._collected = self._collected, []
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._client().before_updates()
+            self._order_after_the_hyperparameters()
             kernels.step([self._slots[p] for p in collected], [local(p.grad) for p in collected], backend=self._backend)
             for p in collected:
                 p.grad = None
@@ -295,6 +300,13 @@ class FullySharded:
             self._stepped[p] = None
         for group in {self.group_of[p] for p in collected}:
             group.updates += 1
+
+    def _order_after_the_hyperparameters(self) -> None:
+        if self._stream is None:
+            return
+        if self._written is None:
+            self._written = self._stream.record_event()
+        self._stream.wait_event(self._written)
 
     def _begin(self) -> None:
         task = torch._C._current_graph_task_id()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,12 +19,27 @@ class ShardGroup:
     Attributes:
         modules: the modules that it was called with.
         padded: each sharded parameter, and how many elements of the reduced buffer are its shard's with padding.
+        records: FSDP2's, in the same order.
         updates: how often any of them was stepped.
     """
 
     modules: tuple[nn.Module, ...]
     padded: Mapping[Tensor, int]
+    records: Sequence[Any]
     updates: int = field(default=0)
+
+    def expect_not_replaced(self, labels: Mapping[Tensor, str]) -> None:
+        """Raises if FSDP2 gathers another tensor than the one that the optimizer holds.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        for p, record in zip(self.padded, self.records, strict=True):
+            if record.sharded_param is not p and p in labels:
+                raise RuntimeError(
+                    f"{labels[p]}: the module's parameter is another tensor than at attach, which nobody would step; "
+                    "load_state_dict(assign=True) or move the model first, then attach"
+                )
 
 
 def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGroup]:
@@ -48,6 +64,7 @@ def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGrou
                 found[group] = ShardGroup(
                     tuple(group.modules),
                     {it.sharded_param: it.padded_sharded_param_size.numel() for it in group.fsdp_params},
+                    tuple(group.fsdp_params),
                 )
     groups = list(found.values())
     managed = {p for group in groups for p in group.padded}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Workers
+from ranks import Workers, run
 from sharded_nets import Net, attach, contents, expect_equal, shard, torch_adamw, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import forge_megatron as forge
 
@@ -127,3 +129,95 @@ def _stochastic_rounding():
 
 def test_stochastic_rounding_takes_the_bits_of_the_whole_weight(results):  # rows 107 and 108
     results["_stochastic_rounding"]
+
+
+class Pairs(nn.Module):
+    """Column-parallel and row-parallel linears around a replicated norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@workers
+def _tensor_parallel():
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    found = []
+    for ours in (True, False):
+        for clip in (None, 0.05):
+            net = fully_shard(parallelize_module(Pairs(), mesh["tensor"], plan), mesh=mesh["data"])
+            optimizer = attach(net, clip_grad_norm=clip) if ours else torch_adamw(net)
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + mesh["data"].get_local_rank())
+                net(torch.randn(3, 6, generator=generator)).square().mean().backward()
+                if clip is not None and not ours:
+                    of_each = [p.grad.full_tensor().norm() for p in net.parameters()]
+                    coefficient = torch.clamp(clip / (torch.stack(of_each).norm() + 1e-6), max=1.0)
+                    for p in net.parameters():
+                        p.grad.mul_(coefficient)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(contents(net, optimizer))
+    expect_equal(found[0], found[2], ulps=0)
+    expect_equal(found[1], found[3], ulps=8)
+
+
+def test_shards_of_tensor_parallel_weights(results):
+    results["_tensor_parallel"]
+
+
+@workers
+def _built_on_the_meta_device():
+    found = []
+    for ours in (True, False):
+        with torch.device("meta"):
+            net = Net()
+        shard(net)
+        net.to_empty(device="cpu")
+        whole = Net(seed=3).state_dict()
+        net.load_state_dict(
+            {name: distribute_tensor(whole[name], p.device_mesh, p.placements) for name, p in net.named_parameters()}
+        )
+        if ours:
+            with pytest.raises(ValueError, match="is on the meta device"), torch.device("meta"):
+                attach(shard(Net()))
+        optimizer = attach(net) if ours else torch_adamw(net)
+        train(net, optimizer)
+        found.append(contents(net, optimizer))
+    expect_equal(*found, ulps=0)
+
+
+def test_a_model_built_on_the_meta_device(results):
+    results["_built_on_the_meta_device"]
+
+
+@workers
+def _compiled():
+    net, twin = shard(Net()), shard(Net())
+    optimizer, oracle = attach(net), torch_adamw(twin)
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    train(net, optimizer)
+    train(twin, oracle)
+    assert not any(p.grad is not None for p in net.parameters())
+    expect_equal(contents(net, optimizer), contents(twin, oracle), ulps=16)
+
+
+def test_compiled_after_attach(results):
+    results["_compiled"]
+
+
+def _odd_shards():
+    """A vocabulary and a vector that 3 ranks do not divide."""
+    ours, theirs = pair()
+    expect_equal(ours, theirs, ulps=0)
+    expect_equal(ours, of_one_process(), ulps=8)
+
+
+def test_rows_that_three_ranks_do_not_divide():  # row 66
+    run(3, _odd_shards)

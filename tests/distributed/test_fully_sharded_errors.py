@@ -339,3 +339,17 @@ def _loss_scaling():
 
 def test_loss_scaling_and_atomic_skips(results):
     results["_loss_scaling"]
+
+
+@workers
+def _replaced_parameters():
+    net = shard(Net())
+    optimizer = attach(net)
+    train(net, optimizer, steps=1)
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"^\S+: the module's parameter is another tensor than at attach"):
+        loss_of(net, 1)
+
+
+def test_parameters_that_were_replaced(results):
+    results["_replaced_parameters"]

@@ -339,3 +339,18 @@ def _checkpointing():
 def test_checkpointed_blocks_are_stepped_on_arrival(results):
     for launches in results["_checkpointing"]:
         assert launches == {False: [6, 6, 4] * 3, True: [6, 6, 4] * 3}
+
+
+@workers
+def _update_norms():
+    net = shard(Net())
+    optimizer = attach(net)
+    before = {name: p.to_local().clone() for name, p in net.named_parameters()}
+    with optimizer.measuring_updates():
+        train(net, optimizer, steps=1)
+    moved = {name: (p.to_local() - before[name]).norm() for name, p in net.named_parameters()}
+    torch.testing.assert_close(optimizer.update_norms, moved, rtol=1e-5, atol=1e-9)
+
+
+def test_update_norms_of_a_ranks_shards(results):
+    results["_update_norms"]
