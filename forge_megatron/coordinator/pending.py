@@ -95,7 +95,7 @@ class Pending:
 
     def _scaled(self, slots, multiplier: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         """The ``.grad`` of ``slots`` and the one multiplier that is left to apply to all of them."""
-        grads = [_dense(slot.weight.grad) for slot in slots]
+        grads = [local(_dense(slot.weight.grad)) for slot in slots]
         if multiplier is None or multiplier.dim() == 0:
             return grads, multiplier
         device = slots[0].weight.device

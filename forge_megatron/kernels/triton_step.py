@@ -27,8 +27,8 @@ NUM_WARPS = 8
 #: Programs whose partial norms are summed side by side.
 LANES = 1024
 
-#: Tables that are kept on the device.
-MAX_TABLES = 64
+#: Tables that are kept on the device: one for each group of a sharded model, whose gradients come to lie in few places.
+MAX_TABLES = 1024
 
 _tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 

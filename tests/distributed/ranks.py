@@ -1,4 +1,4 @@
-"""Starts gloo processes on the CPU and runs functions of a test module in them."""
+"""Starts processes of one process group and runs functions of a test module in them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _process(rank: int, world: int, folder: str, inside: Callable, function: Callable, args: tuple) -> None:
+def _process(
+    rank: int, world: int, folder: str, inside: Callable, backend: str, function: Callable, args: tuple
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     try:
         with inside():
@@ -37,16 +41,18 @@ def run(
     function: Callable,
     *args: Any,
     inside: Callable[[], AbstractContextManager] = nullcontext,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
 
     Args:
         function: a function of a test module; what it returns must be loadable by ``torch.load``.
         inside: makes the context that it runs in.
+        backend: ``"gloo"``, or ``"nccl"``, where each rank has a GPU of its own.
     """
     with TemporaryDirectory() as folder:
         try:
-            mp.spawn(_process, (world, folder, inside, function, args), nprocs=world)
+            mp.spawn(_process, (world, folder, inside, backend, function, args), nprocs=world)
         except Exception as failure:
             told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
             raise AssertionError(told or str(failure)) from None

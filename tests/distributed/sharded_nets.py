@@ -48,9 +48,15 @@ class Net(nn.Module):
         return self.head(h) * 1.0
 
 
+def device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 def shard(net: Net, mesh=None, **options) -> Net:
     """Every block by itself, and the rest together, as FSDP2's users do."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(device(), (dist.get_world_size(),))
+    if not net.scale.is_meta:
+        net.to(device())
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(net, mesh=mesh, **options)
@@ -63,7 +69,7 @@ def loss_of(net: Net, step: int, ranks: range | None = None) -> Tensor:
     for rank in ranks:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         rows.append(torch.randint(VOCAB, (2, TOKENS + 1), generator=generator))
-    tokens = torch.cat(rows)
+    tokens = torch.cat(rows).to(device())
     return F.cross_entropy(net(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -42,6 +42,9 @@ def _attach():
         with pytest.raises(NotImplementedError, match=rf"^\S+: {rule} reads more of a weight than this rank's shard"):
             forge.attach(net, rule, **hyperparameters)
 
+    with pytest.raises(NotImplementedError, match=r"^\S+: state_format='int8' of weights that fully_shard has sharded"):
+        attach(net, state_format="int8")
+
     partly = Net()
     fully_shard(partly.blocks[0])
     with pytest.raises(NotImplementedError, match=r"^scale is not sharded while others are"):
@@ -61,7 +64,7 @@ def _attach():
     del optimizer
 
 
-def test_attach_refuses_by_name(results):  # rows 117 and 148
+def test_attach_refuses_by_name(results):  # rows 110, 117 and 148
     results["_attach"]
 
 

@@ -354,3 +354,23 @@ def _update_norms():
 
 def test_update_norms_of_a_ranks_shards(results):
     results["_update_norms"]
+
+
+@workers
+def _clipping_weight_by_weight():
+    net, alone = shard(Net()), Net()
+    optimizer, oracle = attach(net, clip_grad_norm=0.02, clip="weight"), torch_adamw(alone)
+    for step in range(2):
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(alone, step, range(dist.get_world_size())).backward()
+        for p in alone.parameters():
+            nn.utils.clip_grad_norm_([p], 0.02)
+        oracle.step()
+        oracle.zero_grad()
+    expect_equal(contents(net, optimizer), contents(alone, oracle), ulps=16)
+
+
+def test_clipping_weight_by_weight_reads_the_norm_of_the_whole_weight(results):
+    results["_clipping_weight_by_weight"]
