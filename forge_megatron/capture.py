@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,14 +35,18 @@ class CudaGraphs:
             yield
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
-    def record(self, function: Callable[[], object]) -> tuple[object, Callable[[], None]]:
-        """What ``function`` returned, whose tensors each replay writes anew, and the replay."""
+    def record(self, function: Callable[[], object], table_bytes: int) -> tuple[object, Callable[[], None]]:
+        """What ``function`` returned, whose tensors each replay writes anew, and the replay.
+
+        Args:
+            table_bytes: of the tables that its kernels read.
+        """
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
-                made = function()
-        finally:
-            tables = kernels.fill_captured()
+        with (
+            kernels.reserved(table_bytes, self.stream.device) as tables,
+            torch.cuda.graph(graph, pool=self._pool, stream=self.stream),
+        ):
+            made = function()
 
         def replay(_tables=tables) -> None:
             graph.replay()
@@ -225,7 +230,9 @@ class Captured:
         optimizer._skips.held = True
         try:
             with optimizer._one_step():
-                made, replay = optimizer._graphs.record(lambda: _outside_autograd(self._function(*args, **kwargs)))
+                function = partial(self._function, *args, **kwargs)
+                tables = kernels.table_bytes(optimizer.names)
+                made, replay = optimizer._graphs.record(lambda: _outside_autograd(function()), tables)
         except Exception as error:
             # Nothing has run on the device.
             optimizer.rollback(accept=True)

@@ -10,7 +10,7 @@ from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
-from .uploads import fill_captured
+from .uploads import reserved, table_bytes
 
 __all__ = [
     "FormedRows",
@@ -19,18 +19,19 @@ __all__ = [
     "Segment",
     "Slot",
     "choose",
-    "fill_captured",
     "is_lookup",
     "is_sharded",
     "local",
     "logit_gradient",
     "of_rows",
     "origin_of",
+    "reserved",
     "resolve_backend",
     "settle",
     "shard_like",
     "stacks",
     "step",
+    "table_bytes",
     "wgrad",
     "wgrad_accumulate",
     "wgrad_norm_sq",

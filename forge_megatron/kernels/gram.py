@@ -24,6 +24,9 @@ TOLERANCE = 1e-5
 #: truncates, always to the same side), and at random, in proportion to the two tokens' lengths.
 ROUNDINGS = 8.0
 
+#: Components that a tensor core sums up in one go.
+BLOCK = 256
+
 #: Below, squares of a token's components may not be fp32 numbers.
 SMALLEST = 1e-30
 
@@ -58,13 +61,23 @@ def gram_norm_sq(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     return norm_sq * dy_largest.double() * x_largest.double(), sure
 
 
+def _by_blocks(joined: Tensor) -> Tensor:
+    """Inner products of 16-bit rows. A tensor core truncates as it sums, so that long sums of squares come out low."""
+    whole = joined.shape[1] // BLOCK * BLOCK
+    products = torch.mm(joined[:, whole:], joined[:, whole:].t(), out_dtype=torch.float32)
+    if whole:
+        blocks = joined[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        products += torch.bmm(blocks, blocks.mT, out_dtype=torch.float32).sum(0)
+    return products
+
+
 def _gram(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Inner products of all tokens, fp32 ``[T, T]``, over the largest of them, which is returned too."""
     joined = factors[0] if len(factors) == 1 else torch.cat(list(factors))
     if joined.dtype is torch.float32:
         products = joined @ joined.t()
     elif joined.is_cuda:
-        products = torch.mm(joined, joined.t(), out_dtype=torch.float32)
+        products = _by_blocks(joined)
     else:
         products = joined.float() @ joined.float().t()
     largest = products.diagonal().max()

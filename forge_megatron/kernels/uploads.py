@@ -1,14 +1,27 @@
 """Tables that the host makes and kernels read.
 
-A launch that is being captured reads its table at every replay, and a copy from the host can't be captured
-without the host's memory. Its table is filled once the capture has ended, and belongs to the graph from then on.
+A launch that is being captured reads its table at every replay. The table cannot lie in the graph's own memory, which
+other kernels of the graph have had before it and write again at each replay; it is cut from memory that was reserved
+before the capture, and filled once the capture has ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+#: Bytes to which a table is aligned, and bytes of one weight's row at most.
+ALIGNMENT = 256
+ROW_BYTES = 256
+
+#: Fewest elements of a weight that one program of a step takes, for each of which a table has an int32.
+FEWEST_ELEMENTS = 2048
+
+_reserved: Tensor | None = None
+_used = 0
 _to_be_filled: list[tuple[Tensor, Tensor]] = []
 
 
@@ -17,21 +30,52 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """``host`` in the memory of ``device``; during a capture, once :func:`fill_captured` has been called."""
+    """``host`` in the memory of ``device``; during a capture, once its :func:`reserved` region has ended.
+
+    Raises:
+        RuntimeError: a capture that has reserved nothing, or too little.
+    """
     if device.type == "cpu":
         return host
     if is_capturing(device):
-        table = torch.empty_like(host, device=device)
+        table = _cut(host)
         _to_be_filled.append((table, host))
         return table
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def fill_captured() -> list[Tensor]:
-    """Fills the tables of a capture that has ended or failed; the graph needs them for as long as it is replayed."""
-    tables = []
-    for table, host in _to_be_filled:
-        table.copy_(host)
-        tables.append(table)
-    _to_be_filled.clear()
-    return tables
+def table_bytes(weights: Iterable[Tensor]) -> int:
+    """Bytes that the tables of one step of ``weights`` take at most."""
+    return sum(ROW_BYTES + 4 * ALIGNMENT + 4 * -(-weight.numel() // FEWEST_ELEMENTS) for weight in weights)
+
+
+@contextmanager
+def reserved(size: int, device: torch.device) -> Iterator[Tensor]:
+    """Around a capture: ``size`` bytes for its tables, which are filled at the end.
+
+    Yields:
+        The memory, which the graph needs for as long as it is replayed.
+    """
+    global _reserved, _used
+    _reserved, _used = torch.empty(max(size, 1), dtype=torch.uint8, device=device), 0
+    try:
+        yield _reserved
+    finally:
+        for table, host in _to_be_filled:
+            table.copy_(host)
+        _to_be_filled.clear()
+        _reserved = None
+
+
+def _cut(host: Tensor) -> Tensor:
+    global _used
+    size = host.numel() * host.element_size()
+    if _reserved is None or _used + size > _reserved.numel():
+        left = "none were reserved" if _reserved is None else f"{_reserved.numel() - _used} reserved ones are left"
+        raise RuntimeError(
+            f"a captured step needs a table of {size} bytes for the kernels, and {left}; capture it with "
+            "optimizer.capture()"
+        )
+    table = _reserved[_used : _used + size].view(host.dtype).view(host.shape)
+    _used += -(-size // ALIGNMENT) * ALIGNMENT
+    return table

@@ -26,6 +26,7 @@ PARITY_BOUND = 5e-3
 PARITY_STEPS = 20
 PARITY_LR, PARITY_WEIGHT_DECAY = 1e-3, 1.0
 WEIGHT_DECAY = 0.01
+CALLS_BEFORE_CAPTURE = 3
 
 
 @dataclass
@@ -87,22 +88,28 @@ def stepper(loop: Loop, arm: arms.Arm) -> Callable[[], torch.Tensor]:
 
 
 def _captured(loop: Loop) -> Callable[[], torch.Tensor]:
-    """What torch documents for a whole step: warm-up on a side stream, then one graph."""
+    """What torch documents for a whole step: calls on a side stream, then one graph. Every call is one step."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            loop.step()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = loop.step()
+    calls = 0
+    captured: list[torch.Tensor] = []
 
-    def replay() -> torch.Tensor:
+    def run() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls <= CALLS_BEFORE_CAPTURE:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = loop.step()
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss
+        if not captured:
+            with torch.cuda.graph(graph):
+                captured.append(loop.step())
         graph.replay()
-        return loss
+        return captured[0]
 
-    return replay
+    return run
 
 
 def timed_phases(loop: Loop, steps: int) -> dict[str, list[float]]:

@@ -22,7 +22,8 @@ class Replayer:
     def beside(self):
         yield
 
-    def record(self, function):
+    def record(self, function, table_bytes):
+        assert table_bytes > 0
         self.recorded += 1
         parameters = self.optimizer._parameters
         tensors = [*parameters.all, *(t for state in self.optimizer.state.values() for t in state.values())]
@@ -236,11 +237,11 @@ def test_what_cannot_be_captured_leaves_everything_as_it_was():
     before = snapshot(model, optimizer)
     record = optimizer._graphs.record
 
-    def failing(function):
+    def failing(function, table_bytes):
         weights = [p.detach().clone() for p in model.parameters()]
         states = [{k: v.clone() for k, v in s.items() if k.startswith("exp")} for s in optimizer.state.values()]
         try:
-            return record(function)
+            return record(function, table_bytes)
         finally:
             # What was launched into the graph has not run.
             with torch.no_grad():

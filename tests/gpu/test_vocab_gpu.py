@@ -56,6 +56,13 @@ def test_the_head_equals_whole_logits_in_fp64(dtype, block, monkeypatch):
     z = F.linear(exact, weight, bias)
     want = F.cross_entropy(z, targets, **options) + 1e-2 * torch.where(targets < 0, 0.0, z.logsumexp(-1) ** 2)
     want.backward(upstream.double())
+    theirs = hidden.detach().clone().requires_grad_()
+    logits_of = F.linear(theirs, weight.detach().to(dtype), bias.detach().to(dtype)).float()
+    theirs_loss = F.cross_entropy(logits_of, targets, **options)
+    theirs_loss = theirs_loss + 1e-2 * torch.where(targets < 0, 0.0, logits_of.logsumexp(-1) ** 2)
+    theirs_loss.backward(upstream)
+    # Sums over a vocabulary of 32003 in fp32: at most twice what torch's own order of them is off by.
+    torchs = {"hidden.grad": (theirs.grad.double() - exact.grad).abs().max().item()}
     eps = torch.finfo(dtype).eps if dtype is not torch.float32 else 32 * torch.finfo(dtype).eps
     stepped = head.weight if dtype is torch.float32 else optimizer.state[head.weight]["master"]
     for name, got, expected in (
@@ -65,5 +72,5 @@ def test_the_head_equals_whole_logits_in_fp64(dtype, block, monkeypatch):
         ("weight", stepped, weight - weight.grad),
     ):
         gap = (got.detach().double() - expected.detach()).abs().max().item()
-        bound = eps * expected.abs().max().item()
+        bound = max(eps * expected.abs().max().item(), 2 * torchs.get(name, 0.0))
         assert gap <= bound, f"{name}: off by {gap}, {bound} is allowed"

@@ -31,10 +31,12 @@ def batch_on_gpu(seed: int) -> torch.Tensor:
 
 
 def test_an_atomic_skip_waits_for_nothing_and_is_counted(no_synchronisation):
+    torch.cuda.set_sync_debug_mode("default")
     model = model_on_gpu()
     optimizer = forge.attach(model, lr=1e-2, skip="atomic")
     twin, inputs = copy.deepcopy(model), [batch_on_gpu(seed) for seed in range(4)]
     bad = torch.tensor(math.nan).cuda()
+    torch.cuda.set_sync_debug_mode("error")
     for index, x in enumerate(inputs):
         loss = model(x).square().mean()
         (loss * bad if index == 1 else loss).backward()
