@@ -112,5 +112,7 @@ def compiled_update(rule: Rule):
 
 def compiled_codes(slot: Slot) -> tuple:
     """Return ``(decode, encode)``, and ``scale`` where there is one, of each state as Triton functions."""
-    functions = ((code.decode, code.encode, *([code.scale] if code.scale else [])) for code in slot.codes())
-    return tuple(tuple(map(compiled, each)) for each in functions)
+    if "codes" not in slot.memo:
+        functions = ((code.decode, code.encode, *([code.scale] if code.scale else [])) for code in slot.codes())
+        slot.memo["codes"] = tuple(tuple(map(compiled, each)) for each in functions)
+    return slot.memo["codes"]

@@ -3,7 +3,8 @@
 A run with FORGE writes what the same run without it would write: one entry a parameter, keyed by the
 parameter's name (``optimizer.state.exp_avg.<key>``), param groups in Megatron's order, one step count. So
 either kind of run reads the other's checkpoint, on any tensor-parallel size, and no conversion is needed.
-8-bit states are written in fp32, from which they are read with the same codes.
+8-bit states are written in fp32, from which they are read with the same codes, unless another tensor-parallel
+size cuts their blocks of 64 elsewhere.
 """
 
 from __future__ import annotations

@@ -131,6 +131,15 @@ def test_bits_are_of_seed_weight_and_step():
         assert 0.4 < agree.float().mean() < 0.6
 
 
+def test_two_weights_of_one_origin_are_refused():
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=BF16) for _ in range(2))
+    same = {layer.weight: Origin("decoder.layers.0.weight") for layer in layers}
+    with pytest.raises(ValueError, match=r"1\.weight and 0\.weight are both .*their roundings would be equal"):
+        forge.attach(layers, lr=1e-3, recipe="sr-store", origins=same)
+    with pytest.raises(TypeError, match=r"seed='0' is not a whole number"):
+        forge.attach(layers, lr=1e-3, recipe="sr-store", seed="0")
+
+
 def test_no_dead_zone():
     """A constant update of 1e-3 for 100 steps from 1: nearest never moves, and the mean of a random walk is exact."""
     for store, mean, tolerance in (("nearest", 1.0, 0.0), ("stochastic", 0.9, 3e-4)):
