@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from forge_megatron.formats import FORMAT_KEYS
+
 #: What libraries call the module that turns the last hidden state into logits.
 HEADS = frozenset({"lm_head", "output_layer", "embed_out", "head", "classifier", "score"})
 
@@ -18,7 +20,8 @@ def with_adamw(model: nn.Module, groups: list[dict], adamw: Mapping) -> list[dic
 
     Args:
         model: whose parameters they are.
-        groups: of ``(name, parameter)`` pairs; one that names a rule of its own stays whole.
+        groups: of ``(name, parameter)`` pairs; one that names a rule of its own stays whole. AdamW takes over a
+            group's weight decay and formats.
         adamw: AdamW's hyperparameters, with ``lr``.
 
     Raises:
@@ -35,7 +38,7 @@ def with_adamw(model: nn.Module, groups: list[dict], adamw: Mapping) -> list[dic
             continue
         hidden = [pair for pair in group["params"] if pair[1].dim() == 2 and pair[1] not in others]
         rest = [pair for pair in group["params"] if not (pair[1].dim() == 2 and pair[1] not in others)]
-        kept = {name: value for name, value in group.items() if name in ("weight_decay", "maximize")}
+        kept = {name: value for name, value in group.items() if name in ("weight_decay", "maximize", *FORMAT_KEYS)}
         cut += [{**group, "params": hidden}] if hidden else []
         cut += [{**kept, **adamw, "rule": "adamw", "params": rest}] if rest else []
     if not any("rule" in group for group in cut):

@@ -51,6 +51,17 @@ def main() -> None:
             kernel = hopper_wgrad.hopper_wgrad_step_kernel.warmup(*positional, grid=(1,), **keywords)
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
             used.append({"launch": launch, "config": name, **compile_kernels.resources(kernel)})
+    for name in ("muon", "lamb"):
+        stage = get(name).variant(get(name).resolve({"lr": 1.0})).stages.epilogue
+        states = tuple(torch.zeros(256, 512, dtype=BF16) for _ in stage.states)
+        slot = Slot(stage, torch.zeros(256, 512), states, torch.zeros(stage.n_scalars))
+        segments = [(torch.zeros(64, 256, dtype=BF16), torch.zeros(64, 512, dtype=BF16))]
+        assert hopper_wgrad.supports(slot, segments)
+        fitted = hopper_wgrad.fitted(CONFIGS["pp128"], slot)
+        positional, keywords = hopper_wgrad.arguments(slot, segments, torch.zeros(()), torch.zeros(8), fitted)
+        kernel = hopper_wgrad.hopper_wgrad_step_kernel.warmup(*positional, grid=(1,), **keywords)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        used.append({"launch": f"epilogue of {name}", "config": "pp128", **compile_kernels.resources(kernel)})
     json.dump(used, sys.stdout, indent=1)
 
 

@@ -198,6 +198,15 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(tied):
     assert names == {"up.weight", "down.weight"}
 
 
+def test_adamw_takes_over_a_groups_decay_and_formats():
+    model = Language()
+    named = dict(model.named_parameters())
+    groups = [{"params": list(named.values()), "weight_decay": 0.3, "state_format": "bf16"}]
+    optimizer = forge.attach(model, "muon", groups, lr=1e-2, adamw={"lr": 1e-3})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3]
+    assert optimizer.state[named["norm.weight"]]["exp_avg"].dtype is torch.bfloat16
+
+
 def test_a_rule_of_matrices_without_adamw_names_the_parameter_and_the_way_out():
     model = Language()
     before = [p.clone() for p in model.parameters()]

@@ -9,7 +9,7 @@ import pytorch_optimizer
 import torch
 
 from forge_megatron.optimizer import ForgeOptimizer
-from forge_megatron.rules import get
+from forge_megatron.rules import get, rule
 
 STEPS = 20
 MATRICES = ((17, 31), (31, 17))
@@ -57,6 +57,30 @@ FP64 = [
     ("adam_mini", oracles_staged.AdamMini64, {"lr": 0.01, "block_rows": 4}, ((12, 5), (24,))),
     ("adam_mini", oracles_staged.AdamMini64, {"lr": 0.01, "block_rows": None, "weight_decay": 0.0}, WITH_VECTOR),
 ]
+
+#: A step of one length, whatever the gradient's.
+UNIT = """
+from forge_megatron.rules import Rule, Stages, register
+from forge_megatron.rules.stages import STEP_DECAYED, STORE_GRADIENT, norm
+
+
+def direct(u, w, states, statistics, h):
+    return u.div_(norm(u))
+
+
+STAGES = Stages(STORE_GRADIENT, STEP_DECAYED, direct=direct)
+
+register(
+    Rule(
+        name="unit",
+        regime="deferred",
+        states=(),
+        defaults={},
+        scalars=lambda group, step: (1.0, float(group["lr"])),
+        stages_for=lambda group: STAGES,
+    )
+)
+"""
 
 
 def ids(cases):
@@ -115,6 +139,21 @@ def test_twenty_steps_equal_fp64(name, oracle, hyperparameters, shapes):
     for p, w, state in zip(params, wanted, states, strict=True):
         oracles.assert_rounding(p.detach(), w, 8)
         assert expect_states(optimizer.state[p], state) == list(state)
+
+
+def test_a_rule_in_stages_is_one_short_file(tmp_path, monkeypatch):
+    (tmp_path / "unit.py").write_text(UNIT)
+    assert len(UNIT.splitlines()) < 30
+    monkeypatch.setattr("forge_megatron.rules.deferred.__path__", [str(tmp_path)])
+    monkeypatch.setattr(rule, "_registry", dict(rule._registry))
+    params = weights(WITH_VECTOR)
+    optimizer = ForgeOptimizer(params, "unit", lr=0.5)
+    wanted = [p.detach().double() for p in params]
+    for grads in gradients(WITH_VECTOR):
+        train(optimizer, params, grads)
+        wanted = [w - 0.5 * g.double() / g.double().norm() for w, g in zip(wanted, grads, strict=True)]
+    for p, w in zip(params, wanted, strict=True):
+        oracles.assert_rounding(p.detach(), w, 8)
 
 
 @pytest.mark.parametrize("shape", MATRICES)
