@@ -105,7 +105,7 @@ class Capturing(Stepping):
         Raises:
             ValueError: parameters that are not all on one CUDA device.
             NotImplementedError: hooks on ``step()``, weights that ``fully_shard`` has sharded, or a rule that
-                decides on the host (GaLore, APOLLO).
+                decides on the host (GaLore, APOLLO; NAdam with ``skip="atomic"``).
         """
         if self._graphs is None:
             self._graphs = graphs_for({label: p.device for p, label in self.names.items()})
@@ -116,6 +116,11 @@ class Capturing(Stepping):
         for label, rule in self._parameters.rules_by_label():
             if rule.stages is not None and rule.stages.projection is not None:
                 raise NotImplementedError(f"{label}: {rule.name} counts its projections on the host; run it eagerly")
+            if rule.running and self._plan.atomic:
+                raise NotImplementedError(
+                    f"{label}: {rule.name} keeps numbers on the host, which ask whether a step is skipped; capture with "
+                    "skip='flag', or run it eagerly"
+                )
         if warmup < 1:
             raise ValueError(f"warmup={warmup!r}; kernels are compiled in a call that is not captured, give at least 1")
         self._ledger.expect_nothing_pending("capture a step")

@@ -240,6 +240,7 @@ class ForgeOptimizer(Capturing):
 
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
+        self._skips.settle_counts()
         for p in self._parameters.without_states():
             self.admit(p)
         self._parameters.open_window()

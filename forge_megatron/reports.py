@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from forge_megatron.coordinator import Plan, Skip, Skips
 from forge_megatron.coverage import Coverage, cover
@@ -95,13 +96,18 @@ class Reports(torch.optim.Optimizer):
         self._skips.settle(wait=True)
         return self._skips.count
 
-    def on_skip(self, callback: Callable[[Skip], None]) -> None:
+    def on_skip(self, callback: Callable[[Skip], None]) -> RemovableHandle:
         """Calls ``callback`` with a ``coordinator.Skip`` for each step that ``skipped_steps`` counts.
 
         It is called by ``step()``: by the same one on a CPU, by the next one on a GPU, whose flag is read without
-        a synchronisation.
+        a synchronisation. A warning is logged in any case.
+
+        Returns:
+            A handle whose ``remove()`` takes the callback away.
         """
-        self._skips.callbacks.append(callback)
+        handle = RemovableHandle(self._skips.callbacks)
+        self._skips.callbacks[handle.id] = callback
+        return handle
 
     @property
     def coverage(self) -> Coverage:

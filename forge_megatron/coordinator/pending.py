@@ -106,12 +106,14 @@ class Pending:
         return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
 
     def _skips_on_device(self) -> bool:
-        """A multiplier of NaN leaves every bit as it is: each coordinate, or block of them, is stepped alone.
+        """A multiplier of NaN leaves every bit of a weight and its states as it is.
 
-        Otherwise (a rule that reads a row or a layer or keeps running numbers on the host) the host waits for the
-        flag.
+        Where a rule keeps numbers on the host (running products, a count of projections) the host waits for the flag.
         """
-        return all(slot.rule.regime == "fused" and not slot.rule.running for slot in self._slots())
+        return not any(
+            slot.rule.running or (slot.rule.stages is not None and slot.rule.stages.projection is not None)
+            for slot in self._slots()
+        )
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Skip:
     step: int
     whole: bool
     names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        first = ", ".join(self.names[:3]) or "a parameter on another rank"
+        others = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        left = "nothing was changed" if self.whole else "those coordinates were left as they were"
+        return f"step {self.step}: the gradient of {first}{others} is not finite; {left}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Skips:
     def __init__(self):
         self.count = 0
         self.held = False
-        self.callbacks: list[Callable[[Skip], None]] = []
+        self.callbacks: OrderedDict[int, Callable[[Skip], None]] = OrderedDict()
         self._steps = 0
         self._unread: deque[_Unread] = deque()
 
@@ -76,15 +85,23 @@ class Skips:
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
             arrived = torch.Event("cuda")
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(total.device))
         self._unread.append(_Unread(self._steps, values, arrived, names, whole, counts))
 
+    def settle_counts(self) -> None:
+        """Before a step's bias corrections are computed: waits where the last step may not have been taken.
+
+        A whole forward and backward have been launched since then, so that the device is not idle meanwhile.
+        """
+        if any(unread.whole for unread in self._unread):
+            self.settle(wait=True)
+
     def settle(self, *, wait: bool = False) -> None:
-        """Reads what has arrived, and with ``wait`` also what has not, or decides the next step's counts."""
+        """Reads what has arrived, and with ``wait`` also what has not."""
         while self._unread:
             unread = self._unread[0]
             if unread.arrived is not None and not unread.arrived.query():
-                if not (wait or unread.whole):
+                if not wait:
                     return
                 unread.arrived.synchronize()
             self._unread.popleft()
@@ -99,5 +116,7 @@ class Skips:
                 count.sub_(1)
         self.count += 1
         names = tuple(name for name, is_bad in zip(unread.names, bad[:-1].tolist(), strict=True) if is_bad)
-        for callback in list(self.callbacks):
-            callback(Skip(unread.step, unread.whole, names))
+        skip = Skip(unread.step, unread.whole, names)
+        _logger.warning("%s", skip)
+        for callback in list(self.callbacks.values()):
+            callback(skip)

@@ -321,6 +321,10 @@ def test_refused_by_name(monkeypatch):
     projected._graphs = Replayer(projected)
     with pytest.raises(NotImplementedError, match=r"0\.weight: galore counts its projections on the host"):
         projected.capture(stepping(model, projected))
+    running = forge.attach(mlp(6, 4), "nadam", lr=1e-2, skip="atomic")
+    running._graphs = Replayer(running)
+    with pytest.raises(NotImplementedError, match=r"0\.weight: nadam keeps numbers on the host"):
+        running.capture(stepping(model, running))
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(NotImplementedError, match=r"hooks on step\(\)"):
         optimizer.capture(stepping(model, optimizer))
