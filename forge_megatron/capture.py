@@ -118,8 +118,8 @@ class Capturing(Stepping):
                 raise NotImplementedError(f"{label}: {rule.name} counts its projections on the host; run it eagerly")
             if rule.running and self._plan.atomic:
                 raise NotImplementedError(
-                    f"{label}: {rule.name} keeps numbers on the host, which ask whether a step is skipped; capture with "
-                    "skip='flag', or run it eagerly"
+                    f"{label}: {rule.name} keeps numbers on the host, which ask whether a step is skipped; capture "
+                    "with skip='flag', or run it eagerly"
                 )
         if warmup < 1:
             raise ValueError(f"warmup={warmup!r}; kernels are compiled in a call that is not captured, give at least 1")
