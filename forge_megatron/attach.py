@@ -43,7 +43,8 @@ def attach(
             frozen has no states; they are made when it is unfrozen.
         adamw: hyperparameters, with an ``lr`` of its own, of the AdamW that steps everything but hidden
             matrices: embeddings, the head, norms, biases. For Muon and other rules of matrices.
-        options: of :class:`ForgeOptimizer`; ``lr`` is required.
+        options: of :class:`ForgeOptimizer`; ``lr`` is required. With ``process_group=`` every rank gets the first
+            rank's parameters and buffers.
 
     Returns:
         The optimizer: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
@@ -70,7 +71,17 @@ def attach(
     for group in shards:
         optimizer.reasons.update(dict.fromkeys(group.padded, "sharded: stepped where its reduced shard arrives"))
     optimizer.watch()
+    optimizer.synchronize([*model.parameters(), *model.buffers()])
+    if options.get("process_group") is not None:
+        _hide_from_ddp(model, optimizer)
     return optimizer
+
+
+def _hide_from_ddp(model: nn.Module, optimizer: ForgeOptimizer) -> None:
+    """Makes a DistributedDataParallel that is built around ``model`` later leave owned weights alone."""
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    owned = [name for name, p in model.named_parameters(remove_duplicate=False) if p in optimizer.owned]
+    model._ddp_params_and_buffers_to_ignore = [*known, *owned]
 
 
 def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:

@@ -107,6 +107,8 @@ class Capturing(Stepping):
             NotImplementedError: hooks on ``step()``, weights that ``fully_shard`` has sharded, or a rule that
                 decides on the host (GaLore, APOLLO; NAdam with ``skip="atomic"``).
         """
+        if self._sums is not None:
+            raise NotImplementedError("capture() with process_group= is not built; run it eagerly")
         if self._graphs is None:
             self._graphs = graphs_for({label: p.device for p, label in self.names.items()})
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:

@@ -34,6 +34,7 @@ class Coverage:
     """A table that prints itself; ``rows`` for programs."""
 
     rows: list[Row]
+    bucket_bytes: int = 0
 
     @property
     def fused_parameters(self) -> int:
@@ -59,6 +60,8 @@ class Coverage:
         ]
         total = sum(_numel(row.shape) for row in self.rows)
         lines.append(f"{self.fused_parameters:,} of {total:,} parameters fused, {self.state_bytes:,} bytes of state")
+        if self.bucket_bytes:
+            lines.append(f"{self.bucket_bytes:,} bytes of buckets")
         return "\n".join(lines)
 
 
@@ -67,6 +70,7 @@ def cover(
     states: Mapping[Tensor, Mapping[str, Tensor]],
     owned: Mapping[Tensor, OwnedWeight],
     reasons: Mapping[Tensor, str],
+    bucket_bytes: int = 0,
 ) -> Coverage:
     """The table of an optimizer.
 
@@ -75,6 +79,7 @@ def cover(
         states: what exists of its states.
         owned: the weights that are fused unless something reads them without calling their module.
         reasons: why others are not.
+        bucket_bytes: see :class:`Coverage`.
     """
     rows = []
     for p, name in labels.items():
@@ -89,7 +94,7 @@ def cover(
             how = reasons.get(p, "not the weight of a linear layer or an embedding")
         waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ()
         rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited))
-    return Coverage(rows)
+    return Coverage(rows, bucket_bytes)
 
 
 #: How an owned weight is stepped, by the regime of its rule. A projection approximates the gradient.

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
 from forge_megatron.capture import Capturing
 from forge_megatron.coordinator import (
+    Buckets,
     FullySharded,
     KeepFactors,
     NormsOverRanks,
     OrdinaryGradients,
     ShardGroup,
     Skips,
+    across_ranks,
     clip_helpers,
     plan,
 )
@@ -52,6 +55,12 @@ class ForgeOptimizer(Capturing):
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        process_group: the data-parallel ranks. Each has a part of every gradient; they are summed in buckets while
+            backward goes on, and each bucket is stepped on arrival. What has a ``.grad`` is summed in ``step()``,
+            which every rank calls equally often; ``.grad`` stays this rank's own.
+        sharding: ``"none"``: weights and states on every rank; ``"states"``: a rank holds its rows of the states
+            (ZeRO), and so does its ``state_dict()``.
+        buckets: their size, number and wire dtype, the mean or the sum.
         shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
 
@@ -79,8 +88,9 @@ class ForgeOptimizer(Capturing):
         skip: str = "flag",
         seed: int = 0,
         backend: str = "auto",
-        process_group=None,
+        process_group: dist.ProcessGroup | None = None,
         sharding: str = "none",
+        buckets: Buckets | None = None,
         origins: Mapping | None = None,
         shards: Sequence[ShardGroup] = (),
         **hyperparameters,
@@ -95,6 +105,7 @@ class ForgeOptimizer(Capturing):
             skip=skip,
             process_group=process_group,
             sharding=sharding,
+            buckets=buckets,
             sharded=bool(shards),
         )
         self.random = RandomBits(seed, origins)
@@ -109,7 +120,8 @@ class ForgeOptimizer(Capturing):
         # What torch's zero_grad(set_to_none=False) would have left a .grad of zeros.
         self._had_gradient: set[Tensor] = set()
         self._zeroed: set[Tensor] = set()
-        now, later = FusedStep(backend), KeepFactors(backend)
+        self._sums = across_ranks(self._plan, backend, self)
+        now, later = self._sums or FusedStep(backend), KeepFactors(backend)
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         self._shards = FullySharded(shards, waits=waits, micro_batches=micro_batches, backend=backend, client=self)
@@ -159,7 +171,7 @@ class ForgeOptimizer(Capturing):
             if p not in self.state and p.requires_grad:
                 self.state[p] = self.new_state(p, label)
         self.random.place(labels, self._group_of, self._formats)
-        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random)
+        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random, self.held)
         self._shards.connect(labels, self._parameters.slots, self.state)
         if self._shards.group_of:
             self._parameters.over_ranks = NormsOverRanks(self._parameters.all)
@@ -170,7 +182,9 @@ class ForgeOptimizer(Capturing):
             self.watch()
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
-        return new_state(self.rule, self._group_of[p], p, label, self._formats)
+        state = new_state(self.rule, self._group_of[p], self.held(p), label, self._formats)
+        self.expect_storable(label, self._group_of[p], state)
+        return state
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""
@@ -256,6 +270,7 @@ class ForgeOptimizer(Capturing):
         held = self._had_gradient | {owned.weight for owned in self.owned.values() if owned.factors}
         for book in self._books:
             book.discard_window()
+        self._drop_sums()
         self._gradients.close_window()
         self._parameters.reopen_window()
         self._had_gradient = set() if set_to_none else held
@@ -281,7 +296,10 @@ class ForgeOptimizer(Capturing):
         Raises:
             RuntimeError: called inside backward.
         """
+        if accept and self._sums is not None:
+            raise NotImplementedError("rollback(accept=True) with process_group= is not built; load a checkpoint")
         super().zero_grad(set_to_none=True)
+        self._drop_sums()
         self._gradients.close_window()
         self._had_gradient.clear()
         self._zeroed.clear()
@@ -322,14 +340,24 @@ class ForgeOptimizer(Capturing):
 
     # ---- checkpoints
 
-    def state_dict(self) -> dict:
-        """As ``torch.optim``'s (its class of the same rule loads it), with the rule and the formats beside it."""
+    def state_dict(self, *, full: bool = False) -> dict:
+        """As ``torch.optim``'s (its class of the same rule loads it), with the rule and the formats beside it.
+
+        Args:
+            full: gather the states under ``sharding="states"``, on every rank of the group, which must all call it.
+                Otherwise this rank's rows are saved, which the same rank of as many loads.
+
+        Raises:
+            RuntimeError: not every rank has asked for the whole.
+        """
         for book in self._books:
             book.expect_usable()
             book.expect_nothing_pending("save")
         self._skips.settle(wait=True)
         state_dict = super().state_dict()
         state_dict["forge"] = marker(self)
+        if self._plan.sharding == "states":
+            self._sums.label_states(state_dict, dict(enumerate(self._parameters.all)), full=full)
         return state_dict
 
     def exported_state(self, p: Tensor) -> dict[str, Tensor]:
@@ -346,15 +374,19 @@ class ForgeOptimizer(Capturing):
             convert: allow states of another format to be converted to this optimizer's; warns of what was.
 
         Raises:
-            ValueError: a parameter, state or shape is missing or differs; nothing has changed then.
+            ValueError: a parameter, state or shape is missing or differs, or the states are another rank's; nothing
+                has changed then.
         """
         self._skips.settle(wait=True)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if self._plan.sharding == "states":
+            self._sums.expect_own(state_dict)
         load_state(self, state_dict, convert)
         for book in self._books:
             book.restored()
+        self._drop_sums()
         self._parameters.close_window()
         self._gradients.close_window()
         self._had_gradient.clear()

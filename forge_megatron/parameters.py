@@ -37,9 +37,13 @@ class Parameters:
         state: the optimizer's.
         labels: see above.
         random: the bits of the parameters that are rounded stochastically.
+        held: the part of a parameter whose states this rank has.
     """
 
-    def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits):
+    def __init__(
+        self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits, held=lambda p: p
+    ):
+        self._local = held
         self._random = random
         self._formats = [_formats(group) for group in groups]
         self._groups = groups
@@ -251,7 +255,7 @@ class Parameters:
         """
         for p, slot in self.slots.items():
             if slot.master is not None and self._written_at.get(p) != _place(p):
-                master, weight = local(slot.master), local(p)
+                master, weight = local(slot.master), local(self._local(p))
                 master.copy_(torch.where(master.to(p.dtype) == weight, master, weight.float()))
 
     def norms_sq(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from forge_megatron.coordinator import Plan, Skip, Skips
+from forge_megatron.coordinator import PartialSums, Plan, Skip, Skips
 from forge_megatron.coverage import Coverage, cover
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.parameters import Parameters
@@ -28,6 +28,7 @@ class Reports(torch.optim.Optimizer):
     _parameters: Parameters
     _plan: Plan
     _skips: Skips
+    _sums: PartialSums | None
     _grad_norm: Tensor
     _update_norms: dict[str, Tensor]
     # Σ g² of the last step, and what the norms were multiplied by.
@@ -112,4 +113,5 @@ class Reports(torch.optim.Optimizer):
     @property
     def coverage(self) -> Coverage:
         """Each parameter: fused or the reason why not, and the bytes of its states."""
-        return cover(self._parameters.labels, self.state, self.owned, self.reasons)
+        bucket_bytes = 0 if self._sums is None else self._sums.held_bytes(sums=self._plan.clip_grad_norm is not None)
+        return cover(self._parameters.labels, self.state, self.owned, self.reasons, bucket_bytes)

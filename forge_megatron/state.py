@@ -32,6 +32,9 @@ class Restorable(Protocol):
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; changes nothing."""
 
+    def held(self, tensor: Tensor) -> Tensor:
+        """What this rank steps of a parameter, or of a tensor of its shape."""
+
     def admit(self, p: Tensor) -> None:
         """Gives ``p``, which was frozen, its states."""
 
@@ -140,6 +143,7 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 restored[p] = {k: v for k, v in optimizer.new_state(p, label).items() if k != "master"}
             continue
         own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
+        entry = _held(optimizer, p, own, entry)
         if convert:
             entry = _converted(rules[p], own, entry, converted)
         restored[p] = _checked(rules[p], label, own, entry, from_torch=ours is None)
@@ -150,13 +154,22 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
             for name, value in values.items():
                 optimizer.state[p][name].copy_(value)
             if "master" in optimizer.state[p] and "master" not in values:
-                optimizer.state[p]["master"].copy_(p)
+                optimizer.state[p]["master"].copy_(optimizer.held(p))
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
     if converted and not (ours or {}).get("exported"):
         pairs = ", ".join(f"{ours} to {theirs}" for ours, theirs in sorted(converted))
         warnings.warn(f"states of the checkpoint were converted from {pairs}", stacklevel=3)
     optimizer.random.seed = (ours or {}).get("seed", optimizer.random.seed)
+
+
+def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dict:
+    """This rank's rows of states that the checkpoint has whole."""
+    rows = {name for name, value in own.items() if value.dim() and value.shape != p.shape}
+    return {
+        name: optimizer.held(value) if name in rows and isinstance(value, Tensor) and value.shape == p.shape else value
+        for name, value in entry.items()
+    }
 
 
 def _expect_same_random_bits(optimizer: Restorable, ours: dict) -> None:

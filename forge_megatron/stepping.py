@@ -13,16 +13,17 @@ from forge_megatron.coordinator import (
     LossScale,
     OrdinaryGradients,
     Pending,
+    PendingSums,
     decide,
     global_norm,
     loss_scale,
 )
 from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.linear import Ledger
-from forge_megatron.reports import Reports
+from forge_megatron.ranks import AcrossRanks
 
 
-class Stepping(Reports):
+class Stepping(AcrossRanks):
     """Checks, decides and applies one window.
 
     Attributes:
@@ -97,14 +98,17 @@ class Stepping(Reports):
         elif not pending.ordinary:
             self._ledger.expect_asked_for()
         self._parameters.follow_schedule(updated.name if updated is not None else self._shards.updated)
-        decision = self._decide(pending, gradient_multiplier, scaling)
         stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
+        pending = self._across_ranks(pending, gradient_multiplier)
+        decision = self._decide(pending, gradient_multiplier, scaling)
         with self._ledger.updating():
             counts = pending.apply(decision, self.state)
             self._parameters.advance_running()
         self._report(decision, counts)
         self._limit = self._measured_after = None
         self._had_gradient.update(owned.weight for owned in self.owned.values() if owned.updated)
+        if self._sums is not None:
+            self._sums.close_window()
         for book in self._books:
             book.close_window()
         self._parameters.close_window()
@@ -138,7 +142,7 @@ class Stepping(Reports):
         place = {p: index for index, p in enumerate(self._parameters.all)}
         return Pending(waiting, self._parameters.by_device(ordinary), place, self.backend)
 
-    def _decide(self, pending: Pending, gradient_multiplier, scaling: LossScale | None) -> Decision:
+    def _decide(self, pending: Pending | PendingSums, gradient_multiplier, scaling: LossScale | None) -> Decision:
         device = self._grad_norm.device
         scale = None
         if gradient_multiplier is not None:
@@ -161,8 +165,11 @@ class Stepping(Reports):
             scaling.report(decision.skipped)
         return decision
 
-    def _measure(self, pending: Pending) -> None:
+    def _measure(self, pending: Pending | PendingSums) -> None:
         """Σ g² of everything pending; owned weights that no backward has reached since are not measured again."""
+        if self._sums is not None:
+            pending.measure()
+            return
         grads = [owned.weight.grad for owned in pending.waiting if owned.weight.grad is not None]
         so_far = self._ledger.task_count, [(id(grad), grad._version) for grad in grads]
         pending.measure(ordinary_only=self._measured_after == so_far)
@@ -216,7 +223,7 @@ class Stepping(Reports):
         """
         self._ledger.expect_usable()
         self.before_updates()
-        pending = self._pending()
+        pending = self._across_ranks(self._pending())
         with torch.no_grad():
             self._measure(pending)
             return self._parameters.norms_sq()

@@ -1,27 +1,35 @@
 """Sinks for gradients that are not complete when a layer's backward ends, and the plan that chooses one."""
 
+from forge_megatron.coordinator.bucket import Buckets
 from forge_megatron.coordinator.decision import Decision, decide, global_norm
 from forge_megatron.coordinator.fully_sharded import FullySharded
 from forge_megatron.coordinator.loss_scale import LossScale, loss_scale
 from forge_megatron.coordinator.ordinary import OrdinaryGradients
+from forge_megatron.coordinator.partial import PartialSums
 from forge_megatron.coordinator.pending import Pending
+from forge_megatron.coordinator.pending_sums import PendingSums
 from forge_megatron.coordinator.plan import Plan, plan
+from forge_megatron.coordinator.schedule import across_ranks
 from forge_megatron.coordinator.shards import NormsOverRanks, ShardGroup, find_shards
 from forge_megatron.coordinator.skips import Skip, Skips
 from forge_megatron.coordinator.waiting import KeepFactors
 
 __all__ = [
+    "Buckets",
     "Decision",
     "FullySharded",
     "KeepFactors",
     "LossScale",
     "NormsOverRanks",
     "OrdinaryGradients",
+    "PartialSums",
     "Pending",
+    "PendingSums",
     "Plan",
     "ShardGroup",
     "Skip",
     "Skips",
+    "across_ranks",
     "decide",
     "find_shards",
     "global_norm",

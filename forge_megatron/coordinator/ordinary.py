@@ -20,6 +20,7 @@ class OrdinaryGradients:
 
     Attributes:
         labels: what errors call each parameter.
+        reduced_elsewhere: those whose ``.grad`` a wrapper writes when backward ends.
 
     Args:
         accumulate: several backwards add to one ``.grad``; it is fp32 then, as an owned weight's sum is: in bf16 a sum
@@ -30,6 +31,7 @@ class OrdinaryGradients:
         self._accumulate = accumulate
         self._widened: set[Tensor] = set()
         self.labels: dict[Tensor, str] = {}
+        self.reduced_elsewhere: frozenset[Tensor] = frozenset()
         self._noted: dict[Tensor, tuple[TensorWeakRef, int, int]] = {}
         self._stepped: tuple[Tensor, TensorWeakRef, int] | None = None
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -64,7 +66,9 @@ class OrdinaryGradients:
         task = torch._C._current_graph_task_id()
         noted = {p: it for p, it in self._noted.items() if task == -1 or it[2] != task}
         for p, (reference, version, _) in noted.items():
-            if p.grad is not None and (p.grad is not reference() or p.grad._version != version):
+            if p.grad is None or p in self.reduced_elsewhere:
+                continue
+            if p.grad is not reference() or p.grad._version != version:
                 raise RuntimeError(
                     f"{self.labels[p]}: its .grad was changed after backward, but {owned} is stepped without a "
                     ".grad and would be left out; clip with attach(clip_grad_norm=...), scale with "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_megatron import kernels
 from forge_megatron.coordinator.decision import Decision
+from forge_megatron.coordinator.gradients import dense, summed_before
 from forge_megatron.kernels import local
 from forge_megatron.linear import OwnedWeight
 
@@ -40,12 +41,12 @@ class Pending:
             kernels.wgrad_norm_sq(
                 owned.factors.segments,
                 owned.slot.norm_sq,
-                accumulator=_summed_before(owned),
+                accumulator=summed_before(owned),
                 shape=owned.weight.shape,
                 backend=self.backend,
             )
         for slots in self.ordinary.values():
-            norms = torch._foreach_norm([local(_dense(slot.weight.grad)).float() for slot in slots])
+            norms = torch._foreach_norm([local(dense(slot.weight.grad)).float() for slot in slots])
             for slot, norm in zip(slots, norms, strict=True):
                 slot.norm_sq.copy_(norm.square())
 
@@ -60,7 +61,7 @@ class Pending:
             The step counts that were raised; empty if the step was not taken for certain.
         """
         multiplier, with_norms = decision.multiplier, decision.norm is None
-        if decision.skipped is not None and not self._skips_on_device() and bool(decision.skipped):
+        if decision.skipped is not None and not skips_on_device(self.slots()) and bool(decision.skipped):
             return []
         counts: list[Tensor] = []
         for device, slots in self.ordinary.items():
@@ -79,7 +80,7 @@ class Pending:
             kernels.wgrad_steps(
                 [_slot(owned.slot, with_norms) for owned in stack],
                 [owned.factors.segments for owned in stack],
-                accumulators=[_summed_before(owned) for owned in stack],
+                accumulators=[summed_before(owned) for owned in stack],
                 multipliers=[_on(self._of(owned.weight, multiplier), owned.weight.device) for owned in stack],
                 backend=self.backend,
             )
@@ -95,43 +96,31 @@ class Pending:
 
     def _scaled(self, slots, multiplier: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         """The ``.grad`` of ``slots`` and the one multiplier that is left to apply to all of them."""
-        grads = [local(_dense(slot.weight.grad)) for slot in slots]
+        grads = [local(dense(slot.weight.grad)) for slot in slots]
         if multiplier is None or multiplier.dim() == 0:
             return grads, multiplier
         device = slots[0].weight.device
         own = [self._of(slot.weight, multiplier).to(device) for slot in slots]
         return [grad.float() * factor for grad, factor in zip(grads, own, strict=True)], None
 
-    def _slots(self) -> list[kernels.Slot]:
+    def slots(self) -> list[kernels.Slot]:
         return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
 
-    def _skips_on_device(self) -> bool:
-        """A multiplier of NaN leaves every bit of a weight and its states as it is.
 
-        Where a rule keeps numbers on the host (running products, a count of projections) the host waits for the flag.
-        """
-        return not any(
-            slot.rule.running or (slot.rule.stages is not None and slot.rule.stages.projection is not None)
-            for slot in self._slots()
-        )
+def skips_on_device(slots: Iterable[kernels.Slot]) -> bool:
+    """A multiplier of NaN leaves every bit of a weight and its states as it is.
+
+    Where a rule keeps numbers on the host (running products, a count of projections) the host waits for the flag.
+    """
+    return not any(
+        slot.rule.running or (slot.rule.stages is not None and slot.rule.stages.projection is not None)
+        for slot in slots
+    )
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:
     return slot if with_norms else replace(slot, norm_sq=None)
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
-
-
 def _on(multiplier: Tensor | None, device: torch.device) -> Tensor | None:
     return None if multiplier is None else multiplier.to(device)
-
-
-def _summed_before(owned: OwnedWeight) -> Tensor | None:
-    """Folded factors, and what plain consumers put into ``.grad``."""
-    grad = owned.weight.grad
-    if grad is None:
-        return owned.factors.accumulator
-    grad = _dense(grad).float()
-    return grad if owned.factors.accumulator is None else grad + owned.factors.accumulator

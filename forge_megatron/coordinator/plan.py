@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
+
+import torch.distributed as dist
+
+from forge_megatron.coordinator.bucket import Buckets
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,9 @@ class Plan:
         clip_grad_norm: largest gradient norm; None: no clipping.
         clip_each: of every parameter by itself, not of all together.
         atomic: a gradient that is not finite skips the whole step.
+        process_group: the ranks that each hold a part of every gradient; None: each is complete here.
+        sharding: "none", or "states": each rank holds a part of them.
+        buckets: in which gradients are summed over the group.
     """
 
     waits: bool
@@ -24,6 +31,9 @@ class Plan:
     clip_grad_norm: float | None
     clip_each: bool
     atomic: bool
+    process_group: dist.ProcessGroup | None = None
+    sharding: str = "none"
+    buckets: Buckets = field(default_factory=Buckets)
 
 
 def plan(
@@ -33,8 +43,9 @@ def plan(
     clip: str = "global",
     waiting: bool = False,
     skip: str = "flag",
-    process_group=None,
+    process_group: dist.ProcessGroup | None = None,
     sharding: str = "none",
+    buckets: Buckets | None = None,
     sharded: bool = False,
 ) -> Plan:
     """Checks the options of :func:`forge_megatron.attach` that decide when a weight is stepped.
@@ -47,7 +58,9 @@ def plan(
         skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state; ``"atomic"``: every
             coordinate does then.
         process_group: ranks that each hold a part of the tokens.
-        sharding: where weights and states live.
+        sharding: ``"none"``: weights and states on every rank of the group; ``"states"``: each holds its rows of the
+            states; ``"full"``: as ``fully_shard`` has sharded them.
+        buckets: how gradients are summed over the group.
         sharded: the weights are already sharded by ``fully_shard``.
 
     Raises:
@@ -59,15 +72,7 @@ def plan(
         raise ValueError(f"{option} with weights that fully_shard has sharded, which reduces their gradients; omit it")
     if sharding == "full" and not sharded:
         raise ValueError("sharding='full' with weights that are not sharded; call fully_shard, then attach")
-    if process_group is not None:
-        raise NotImplementedError(
-            "process_group=: gradients that are partial over data-parallel ranks are not built yet; "
-            "train in one process, or tensor parallel with --use-forge"
-        )
-    if sharding not in ("none", "full"):
-        if sharding != "states":
-            raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
-        raise NotImplementedError(f"sharding={sharding!r} is not built yet; use sharding='none'")
+    _check_ranks(process_group, sharding, buckets)
     if not isinstance(waiting, bool):
         raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
@@ -85,7 +90,25 @@ def plan(
         raise ValueError("clip='weight' without a norm; give clip_grad_norm=")
     atomic = skip == "atomic"
     waits = waiting or atomic or limit is not None or accumulation_steps != 1
-    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic)
+    ranks = process_group, sharding, buckets or Buckets()
+    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, *ranks)
+
+
+def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:
+    if sharding not in ("none", "states", "full"):
+        raise ValueError(f"sharding={sharding!r} is unknown; use 'none', 'states' or 'full'")
+    if process_group is None:
+        if sharding == "states" or buckets is not None:
+            given = f"sharding={sharding!r}" if sharding == "states" else "buckets="
+            raise ValueError(f"{given} without process_group=; give the data-parallel group")
+        return
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group={process_group!r}; give a torch.distributed.ProcessGroup that this rank is a member of, "
+            "for example torch.distributed.group.WORLD"
+        )
+    if buckets is not None and not isinstance(buckets, Buckets):
+        raise TypeError(f"buckets={buckets!r}; give a forge_megatron.Buckets")
 
 
 def _limit(value) -> float | None:

@@ -32,18 +32,15 @@ class Attached:
 
         Raises:
             RuntimeError: the weight was replaced after attach; nobody would step the new one.
-            NotImplementedError: inside DistributedDataParallel.
+            NotImplementedError: inside DistributedDataParallel, and gradients are not summed over ranks.
         """
         weight = self.weight
         owned = owner_of(weight)
         if owned is None:
             if torch.is_grad_enabled() and weight.requires_grad:
                 _expect_not_replaced(self)
-        elif DistributedDataParallel._active_ddp_module is not None:
-            raise NotImplementedError(
-                "an owned weight inside DistributedDataParallel is not built yet: its update would skip the "
-                "reduction over ranks; train without the wrapper, or detach() first"
-            )
+        elif DistributedDataParallel._active_ddp_module is not None and owned.ledger is not None:
+            owned.ledger.enter_wrapper(DistributedDataParallel._active_ddp_module)
         return owned
 
     def __reduce_ex__(self, protocol):

@@ -6,6 +6,7 @@ is what lies between two ``step()`` calls. DESIGN section 2, rules 1 to 3.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron.linear.factors import keep_apart
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
-from forge_megatron.linear.sink import Sink
+from forge_megatron.linear.sink import Now, Sink
 
 WAY_OUT = (
     "load a checkpoint before training on, or keep the half step with rollback(accept=True); with skip='atomic' a "
@@ -25,6 +27,7 @@ WAY_OUT = (
 )
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class GraphTask:
     Attributes:
         wanted: the owned weights whose gradient it asks for.
         running: dead once the engine has let go of the graph task, be it finished or failed.
+        nested: it runs inside another (a reentrant checkpoint's), which has recomputed its forward.
     """
 
     wanted: frozenset[OwnedWeight]
     running: weakref.ref[Callable[[], None]]
+    nested: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,9 @@ class Client(Protocol):
     def before_updates(self) -> None:
         """Writes the hyperparameters: this backward is about to update weights."""
 
+    def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        """Raises unless owned weights can be trained inside it; called in its forward."""
+
 
 class Ledger:
     """Decides, for every weight and graph task, whether it is updated now, waits, or is not asked for.
@@ -77,7 +85,7 @@ class Ledger:
         client: weakly held; told before a backward changes anything.
     """
 
-    def __init__(self, now: Sink, later: Sink, *, waits: bool, micro_batches: int | None, client: Client):
+    def __init__(self, now: Now, later: Sink, *, waits: bool, micro_batches: int | None, client: Client):
         self.now = now
         self.later = later
         self.waits = waits
@@ -87,6 +95,7 @@ class Ledger:
         self.owned: list[OwnedWeight] = []
         self.task_count = 0
         self._tasks: dict[int, GraphTask] = {}
+        self.number = next(_numbers)
         self._broken: str | None = None
         self._half_stepped = False
         _ledgers.add(self)
@@ -210,7 +219,10 @@ class Ledger:
         self._half_stepped = False
         self.close_window()
 
-    # ---- what a linear's backward calls
+    # ---- what a linear's forward and backward call
+
+    def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        self._client().enter_wrapper(wrapper)
 
     def wants(self, use: Use) -> bool:
         """Pre-flights the running graph task once; says whether it wants this use's weight gradient."""
@@ -226,10 +238,13 @@ class Ledger:
         if use.recomputed:
             owned.count_replay()
         last = not any(other.task != task and other.runs_here() for other in owned.live_uses())
-        if owned.waits or not last:
+        held = last and not owned.waits and not self.now.accepts(owned)
+        if owned.waits or held or not last:
             owned.factors.keep(dy, x, task, borrowed_x=borrowed)
             if owned.waits:
                 self.later(owned, owned.factors.segments)
+            elif held:
+                self.now.hold(owned)
         else:
             owned.factors.expect_unchanged(owned.name)
             self.now(owned, [*owned.factors.segments, (dy, x)])
@@ -294,8 +309,8 @@ class Ledger:
             self._client().expect_ready()
         return verdicts
 
-    def commit(self, task: int, verdicts: dict[OwnedWeight, Verdict], finished: Callable[[], None]) -> None:
-        self._tasks[task] = GraphTask(frozenset(verdicts), weakref.ref(finished))
+    def commit(self, task: int, verdicts: dict[OwnedWeight, Verdict], finished: Callable[[], None], first: Use) -> None:
+        self._tasks[task] = GraphTask(frozenset(verdicts), weakref.ref(finished), first.recomputed)
         if verdicts:
             self.task_count += 1
         for owned, verdict in verdicts.items():
@@ -309,6 +324,8 @@ class Ledger:
             ended = self._tasks.pop(task, None)
         if ended is not None:
             keep_apart([owned.factors for owned in ended.wanted], task)
+        if ended is not None and ended.wanted and not ended.nested and not self.waits:
+            self.now.finish()
 
 
 def scaled_updates(updated: str | None) -> str:
@@ -328,7 +345,8 @@ def scaled_updates(updated: str | None) -> str:
 
 def _preflight(task: int, first: Use) -> None:
     """Asks every optimizer's book before any of them changes a weight."""
-    ledgers = [ledger for ledger in _ledgers if ledger.owned]
+    # In one order on every rank, for their ends may meet there.
+    ledgers = sorted((ledger for ledger in _ledgers if ledger.owned), key=lambda ledger: ledger.number)
     findings = [ledger.examine(first) for ledger in ledgers]
     references = [weakref.ref(ledger) for ledger in ledgers]
 
@@ -339,5 +357,5 @@ def _preflight(task: int, first: Use) -> None:
                 ledger.finish(task)
 
     for ledger, verdicts in zip(ledgers, findings, strict=True):
-        ledger.commit(task, verdicts, finished)
+        ledger.commit(task, verdicts, finished, first)
     torch.autograd.Variable._execution_engine.queue_callback(finished)

@@ -22,6 +22,19 @@ class Sink(Protocol):
         """``segments``: ``(dY [T, O], X [T, I])`` of every use of the weight that is complete now."""
 
 
+class Now(Sink, Protocol):
+    """The sink of a gradient whose last use on this rank has run."""
+
+    def accepts(self, owned: OwnedWeight) -> bool:
+        """It reads the factors during the call; otherwise they are kept in ``owned.factors``, and held."""
+
+    def hold(self, owned: OwnedWeight) -> None:
+        """The kept factors are complete; the sink reads them later."""
+
+    def finish(self) -> None:
+        """A backward that wanted gradients of owned weights has ended; not one that runs inside another."""
+
+
 class FusedStep:
     """The gradient is complete here and now: one launch forms each tile and steps it in registers."""
 
@@ -34,3 +47,12 @@ class FusedStep:
         kernels.wgrad_step(owned.slot, segments, backend=self.backend)
         owned.step.add_(1)
         owned.mark_updated()
+
+    def accepts(self, owned: OwnedWeight) -> bool:
+        return True
+
+    def hold(self, owned: OwnedWeight) -> None:
+        raise AssertionError(f"{owned.name}: a complete gradient is stepped at once")
+
+    def finish(self) -> None:
+        """Nothing is left to do."""

@@ -20,6 +20,7 @@ ORDER = [
     "forge_megatron.random_bits",
     "forge_megatron.parameters",
     "forge_megatron.reports",
+    "forge_megatron.ranks",
     "forge_megatron.state",
     "forge_megatron.stepping",
     "forge_megatron.capture",

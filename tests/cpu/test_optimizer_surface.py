@@ -15,8 +15,6 @@ from tests.cpu.training import batch, mlp
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"process_group": object()}, "process_group="),
-        ({"sharding": "states"}, "sharding='states'"),
         ({"sharding": "full"}, "sharding='full'"),
         ({"backend": "hopper"}, "hopper"),
         ({"recipe": "fp8-weight"}, "recipe='fp8-weight'"),
@@ -46,6 +44,9 @@ def test_an_option_that_is_not_built(options, match):
         ({"lr": 1e-3, "recipe": "fp32-state", "state_format": "fp32"}, ValueError, "already names a state format"),
         ({"lr": 1e-3, "skip": "never"}, ValueError, "skip='never' is unknown"),
         ({"lr": 1e-3, "sharding": "some"}, ValueError, "sharding='some' is unknown"),
+        ({"lr": 1e-3, "sharding": "states"}, ValueError, "sharding='states' without process_group="),
+        ({"lr": 1e-3, "buckets": forge.Buckets()}, ValueError, "buckets= without process_group="),
+        ({"lr": 1e-3, "process_group": "world"}, TypeError, "process_group='world'"),
         ({"lr": 1e-3, "backend": "cuda"}, ValueError, "backend='cuda' is unknown"),
         ({"lr": 1e-3, "rule": "adamz"}, ValueError, r"no rule 'adamz'; there are: .*adamw.* sgd"),
         ({"lr": 1e-3, "rule": "sgd", "momentum": -0.9}, ValueError, "momentum=-0.9"),
@@ -136,3 +137,17 @@ def test_the_default_dtype_of_the_model_is_not_ours(dtype):
 def test_a_switch_is_a_bool():
     with pytest.raises(ValueError, match="waiting='no'; give True or False"):
         forge.attach(torch.nn.Linear(4, 4), "adamw", lr=1e-2, waiting="no")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"nbytes": 0}, "nbytes=0"),
+        ({"count": 1}, "count=1"),
+        ({"wire_dtype": torch.float16}, r"wire_dtype=torch\.float16"),
+        ({"timeout": 0}, "timeout=0"),
+    ],
+)
+def test_a_bucket_without_a_meaning(options, match):
+    with pytest.raises(ValueError, match=match):
+        forge.Buckets(**options)

@@ -1,0 +1,207 @@
+"""How partial gradients lie in buckets: the options, and the layout, which is the same on every rank.
+
+A bucket is ``parts`` equal stretches of one buffer. Replicated weights have one part, in which each piece of
+a weight is contiguous. Under sharded states there is a part for each rank, in the order of a reduce-scatter:
+it holds that rank's rows of every weight in the bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Elements that each piece's start is a multiple of: vector accesses of 16 bytes in every dtype.
+ALIGNMENT = 16
+
+WIRE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How gradients that are partial over ranks are summed (:func:`forge_megatron.attach`'s ``buckets=``).
+
+    Attributes:
+        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut.
+        count: buckets in turn: one is being filled while others are on the wire or being stepped.
+        wire_dtype: float32 or bfloat16; None: bfloat16 for a bfloat16 weight, float32 for others, which is what
+            ``DistributedDataParallel`` sends.
+        average: the mean over the ranks, as ``DistributedDataParallel``; False: the sum.
+        deterministic: add in the order of the ranks, in fp32, whatever the bucket's size. Otherwise the order is the
+            library's, which for more than two ranks may change with the size; replicas are bit-equal either way.
+        timeout: seconds after which a rank that the others wait for is an error.
+    """
+
+    nbytes: int = 128 << 20
+    count: int = 3
+    wire_dtype: torch.dtype | None = None
+    average: bool = True
+    deterministic: bool = False
+    timeout: float = 120.0
+
+    def __post_init__(self):
+        for name, least in (("nbytes", 1), ("count", 2)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"buckets: {name}={value!r}; give a whole number of at least {least}")
+        if self.wire_dtype not in (None, *WIRE_DTYPES):
+            raise ValueError(f"buckets: wire_dtype={self.wire_dtype}; give torch.float32, torch.bfloat16 or None")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"buckets: timeout={self.timeout!r}; give a number of seconds above 0")
+
+    def wire(self, p: Tensor) -> torch.dtype:
+        """What the gradient of ``p`` travels in."""
+        if self.wire_dtype is not None:
+            return self.wire_dtype
+        return torch.bfloat16 if p.dtype is torch.bfloat16 else torch.float32
+
+
+def extent(p: Tensor) -> int:
+    """Rows of ``p``: its first dimension; a 0-dim tensor is one row."""
+    return p.shape[0] if p.dim() else 1
+
+
+def columns(p: Tensor) -> int:
+    return math.prod(p.shape[1:])
+
+
+def part_rows(p: Tensor, parts: int, part: int) -> slice:
+    """The rows of ``p`` that belong to one of ``parts`` (``torch.chunk``'s, and DTensor's ``Shard(0)``)."""
+    share = -(-extent(p) // parts)
+    return slice(min(part * share, extent(p)), min((part + 1) * share, extent(p)))
+
+
+def rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    """A view of some rows, outside autograd and with a version counter of its own: the caller bumps the weight's."""
+    tensor = tensor.data
+    return (tensor if tensor.dim() else tensor.view(1))[rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows of one weight in one bucket.
+
+    Attributes:
+        param: the weight.
+        first, end: the rows of every part's share of it.
+        offset: where they start in a part, in elements.
+    """
+
+    param: Tensor
+    first: int
+    end: int
+    offset: int
+
+    def rows(self, parts: int, part: int) -> slice:
+        """The weight's own rows in one part; fewer than ``end - first``, or none, at the weight's end."""
+        share = part_rows(self.param, parts, part)
+        return slice(min(share.start + self.first, share.stop), min(share.start + self.end, share.stop))
+
+    def view(self, part: Tensor, rows: slice) -> Tensor:
+        """``rows`` as they lie in ``part``, a flat stretch of the bucket; shaped as those rows of the weight."""
+        count = rows.stop - rows.start
+        held = part.narrow(0, self.offset, count * columns(self.param))
+        return held.view(count, *self.param.shape[1:])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one buffer holds.
+
+    Attributes:
+        pieces: in the order of their offsets.
+        flags: where a part has one element for each piece, above 0 after the sum if any rank had a gradient.
+        length: of one part, in elements.
+        dtype: on the wire.
+    """
+
+    pieces: tuple[Piece, ...]
+    flags: int
+    length: int
+    dtype: torch.dtype
+
+    def params(self) -> set[Tensor]:
+        return {piece.param for piece in self.pieces}
+
+    def mark(self, elements: Tensor, present: Sequence[bool]) -> None:
+        """Writes the flags of every part."""
+        parts = elements.view(-1, self.length)[:, self.flags :]
+        if all(present):
+            parts.fill_(1.0)
+        else:
+            parts.zero_()[:, : len(present)] = torch.tensor(present, dtype=self.dtype, device=elements.device)
+
+    def marked(self, part: Tensor) -> list[bool]:
+        """Of each piece, whether any rank had a gradient; waits for the device."""
+        return [flag > 0 for flag in part[self.flags : self.flags + len(self.pieces)].tolist()]
+
+    def elements(self, buffer: Tensor, parts: int, dtype: torch.dtype) -> Tensor:
+        """What it takes of a uint8 buffer."""
+        return buffer[: parts * self.length * dtype.itemsize].view(dtype)
+
+
+def cut(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int = 1, gathered: bool) -> list[Bucket]:
+    """Lays out the gradients of ``params``, in this order.
+
+    Args:
+        params: distinct weights of any shapes.
+        options: size and wire dtype.
+        parts: stretches of a bucket.
+        multiple: a bucket is a multiple of this many elements.
+        gathered: the buffer holds the weights too, after their step; a bucket's have one dtype then.
+
+    Returns:
+        The buckets; nothing for weights without elements.
+    """
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    used, dtype = 0, None
+    unit = math.lcm(ALIGNMENT, multiple)
+
+    def close() -> None:
+        nonlocal pieces, used
+        if pieces:
+            buckets.append(Bucket(tuple(pieces), used, _round_up(used + len(pieces), unit), dtype))
+        pieces, used = [], 0
+
+    for p in params:
+        if p.numel() == 0:
+            continue
+        wire = options.wire(p)
+        size = max(wire.itemsize, p.dtype.itemsize) if gathered else wire.itemsize
+        capacity = max(options.nbytes // (size * parts), columns(p))
+        share = -(-extent(p) // parts)
+        mixed = gathered and pieces and pieces[-1].param.dtype is not p.dtype
+        if wire is not dtype or mixed or used + share * columns(p) > capacity:
+            close()
+        dtype = wire
+        at_most = max(capacity // columns(p), 1)
+        for first in range(0, share, at_most):
+            if first:
+                close()
+            end = min(first + at_most, share)
+            pieces.append(Piece(p, first, end, used))
+            used = _round_up(used + (end - first) * columns(p), unit)
+    close()
+    return buckets
+
+
+def buffer_bytes(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int = 1, gathered: bool) -> int:
+    """Of one buffer that can hold each bucket of any selection of ``params``."""
+    unit = math.lcm(ALIGNMENT, multiple)
+    params = list(params)
+    largest = total = 0
+    for p in params:
+        size = max(options.wire(p).itemsize, p.dtype.itemsize) if gathered else options.wire(p).itemsize
+        capacity = max(options.nbytes // (size * parts), columns(p))
+        filled = _round_up(capacity, unit)
+        largest = max(largest, size * parts * (filled + _round_up(filled // unit, unit)))
+        total += size * parts * _round_up(-(-extent(p) // parts) * columns(p), unit)
+    return min(largest, total + parts * 4 * _round_up(len(params), unit))
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

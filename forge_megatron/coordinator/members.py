@@ -1,0 +1,75 @@
+"""What is compared once: that the ranks train one model, and which wrapper reduces a part of its gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from forge_megatron.coordinator.bucket import Buckets
+from forge_megatron.coordinator.ranks import Ranks
+from forge_megatron.coordinator.window import Client
+
+
+class Members:
+    """The optimizers of a group's ranks.
+
+    Args:
+        ranks: the members of the group.
+        options: of the buckets.
+        client: this rank's optimizer, weakly held.
+    """
+
+    def __init__(self, ranks: Ranks, options: Buckets, client: Client):
+        self.ranks = ranks
+        self.options = options
+        self._client = weakref.ref(client)
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self._reduced: frozenset[Tensor] = frozenset()
+
+    def start(self, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
+        """Compares the ranks' models and options, and gives every rank the first rank's values.
+
+        Raises:
+            ValueError: a fact differs, on every rank; nothing has changed then.
+            NotImplementedError: parameters on several devices.
+        """
+        names = self._client().names
+        devices = {p.device for p in names}
+        if len(devices) > 1:
+            raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")
+        self.expect_whole_pieces()
+        layout = {name: (tuple(p.shape), str(p.dtype)) for p, name in names.items()}
+        mine = {"number of parameters": len(layout), "shapes and dtypes": sorted(layout.items())}
+        self.ranks.expect_alike("attach(process_group=...)", {**facts, **mine, "buckets": self.options})
+        self.ranks.broadcast(tensors)
+
+    def enter_wrapper(self, wrapper: DistributedDataParallel) -> frozenset[Tensor]:
+        """A forward inside DistributedDataParallel, which reduces the ``.grad`` of what it was not told to ignore.
+
+        Returns:
+            What it reduces.
+
+        Raises:
+            NotImplementedError: it would reduce owned weights, which have no ``.grad``.
+            ValueError: it has another number of ranks.
+        """
+        if self._wrapper is not None and self._wrapper() is wrapper:
+            return self._reduced
+        client = self._client()
+        theirs = frozenset(p for p in wrapper._module_parameters if p in client.names)
+        both = next((p for p in theirs if p in client.owned), None)
+        if both is not None:
+            raise NotImplementedError(
+                f"{client.names[both]}: DistributedDataParallel would reduce it a second time; attach the very module "
+                "that it wraps, before it is built"
+            )
+        if wrapper.process_group.size() != self.ranks.size:
+            raise ValueError(
+                f"DistributedDataParallel has {wrapper.process_group.size()} ranks and process_group= "
+                f"{self.ranks.size}; give both the same group"
+            )
+        self._wrapper, self._reduced = weakref.ref(wrapper), theirs
+        return theirs

@@ -1,0 +1,370 @@
+"""The sink for gradients of which every data-parallel rank has a part: reduced bucket by bucket, stepped on arrival.
+
+The order in which gradients go into buckets is fixed, from the last layer to the first, and the same on every
+rank. A gradient that is complete before its turn keeps its factors until then. When the window's first backward ends,
+what has not come is zero, and a flag in the bucket tells whether any rank had it. Everything else (what waits, a second
+backward, ``.grad``) is sent after the ranks have met. So ranks whose graphs differ issue the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forge_megatron import kernels
+from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, cut, extent, rows_of
+from forge_megatron.coordinator.filler import Filler, Gradient
+from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
+from forge_megatron.coordinator.members import Members
+from forge_megatron.coordinator.pending import Pending
+from forge_megatron.coordinator.pipeline import Pipeline, Route
+from forge_megatron.coordinator.ranks import Ranks
+from forge_megatron.coordinator.window import Client, Window
+from forge_megatron.linear import OwnedWeight
+from forge_megatron.rules import Rule
+
+
+class PartialSums(Members):
+    """Base of the schedules over data-parallel ranks: order, buckets, agreement; they add what a bucket goes through.
+
+    Args:
+        ranks: the members of the group.
+        options: of the buckets.
+        backend: of the kernels.
+        client: the optimizer, weakly held.
+        waits: everything is summed in ``step()``.
+    """
+
+    #: Stretches of a bucket, and whether weights are gathered in it.
+    parts = 1
+    gathered = False
+
+    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool):
+        super().__init__(ranks, options, client)
+        self.backend = backend
+        self._waits = waits
+        self._scale = 1.0 / ranks.size if options.average else 1.0
+        self._pipeline: Pipeline | None = None
+        self._late: set[Tensor] = set()
+        self._window = Window()
+        self._filler: Filler | None = None
+
+    # ---- what a schedule adds
+
+    def route(self, bucket: Bucket, buffer: Tensor, multiplier: Tensor | None) -> Route:
+        """Sums a filled bucket over the ranks and steps its weights."""
+        raise NotImplementedError
+
+    def route_kept(self, bucket: Bucket, buffer: Tensor) -> Route:
+        """Sums a filled bucket and keeps this rank's part of it, with its norms, in the window."""
+        raise NotImplementedError
+
+    def route_from_kept(self, bucket: Bucket, mine: Tensor, buffer: Tensor, multiplier: Tensor | None) -> Route:
+        """Steps the weights of a bucket whose sum was kept."""
+        raise NotImplementedError
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this rank steps of a parameter, or of a tensor of its shape."""
+        return tensor
+
+    # ---- the sink
+
+    def accepts(self, owned: OwnedWeight) -> bool:
+        """It is this weight's turn: its factors are read during the call and not kept."""
+        return self._in_backward().next_param is owned.weight
+
+    def __call__(self, owned: OwnedWeight, segments: Sequence[kernels.Segment]) -> None:
+        self._arrive(owned)
+        self._advance(LocalGradient(owned, segments, self.backend))
+
+    def hold(self, owned: OwnedWeight) -> None:
+        """Complete, but not its turn: its factors are kept."""
+        self._in_backward()
+        self._arrive(owned)
+
+    def finish(self) -> None:
+        """Backward has ended: what any rank has completed in it is stepped, so that others may compute with it."""
+        with torch.no_grad():
+            if self._window.passed:
+                self._meet(set(), self._client().shared_facts(), at_step=False)
+            else:
+                self._pass()
+
+    def _pass(self) -> None:
+        window, filler = self._window, self._in_backward()
+        route = partial(self.route, multiplier=None)
+        filler.advance(self.pipeline, route, window.arrived, closing=True, everything=True)
+        self.pipeline.drain()
+        window.passed = True
+        window.done |= window.stepping & filler.params
+
+    def learn(self, bucket: Bucket, part: Tensor) -> None:
+        """After the sum: which of the gradients that this rank does not have others had."""
+        known = self._window.stepping
+        if all(piece.param in known for piece in bucket.pieces):
+            return
+        for piece, there in zip(bucket.pieces, bucket.marked(part), strict=True):
+            if there and piece.param not in known:
+                known.add(piece.param)
+                self._mark_stepped(piece.param)
+
+    def _arrive(self, owned: OwnedWeight) -> None:
+        self._window.arrived.add(owned.weight)
+        self._window.stepping.add(owned.weight)
+        owned.mark_updated()
+
+    def _in_backward(self) -> Filler:
+        """Of the weights whose gradients backward completes, in the order in which it is expected to."""
+        if self._filler is None:
+            self._filler = self._fill([p for p in reversed(self._client().owned) if p not in self._late])
+        return self._filler
+
+    def _advance(self, in_hand: Gradient) -> None:
+        self._filler.advance(self.pipeline, partial(self.route, multiplier=None), self._window.arrived, in_hand)
+
+    # ---- buckets
+
+    def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
+        """Raises ``NotImplementedError`` for a rule that reads more than its own coordinate."""
+        if rule.regime != "fused":
+            raise NotImplementedError(
+                f"{label}: {rule.name} reads more of a gradient than one coordinate, which is not built yet for "
+                "gradients that are summed over process_group=; use a rule such as adamw"
+            )
+
+    def expect_whole_pieces(self) -> None:
+        """Raises ``NotImplementedError`` if a bucket would cut a weight whose rows cannot be stepped alone."""
+        for bucket in self._cut(self._client().names):
+            for piece in bucket.pieces:
+                slot = self.slot(piece.param)
+                cut_up = piece.end - piece.first < extent(self.local(piece.param))
+                if (slot.noise is not None and (cut_up or self.parts > 1)) or (
+                    slot.is_scaled and cut_up and piece.param.dim() < 2
+                ):
+                    raise NotImplementedError(
+                        f"{slot.name}: its rounding or its blocks of states are not built yet for a part of its rows; "
+                        "use a larger buckets=Buckets(nbytes=...) and sharding='none'"
+                    )
+
+    def _fill(self, params: Iterable[Tensor], norms: torch.dtype = torch.float32) -> Filler:
+        filler = Filler(self._cut(params), self.parts, self._gradient, self._written)
+        places = torch.zeros(len(filler.pieces), dtype=norms, device=self.device).unbind()
+        self._window.places.update(zip(filler.pieces, places, strict=True))
+        return filler
+
+    def _cut(self, params: Iterable[Tensor]) -> list[Bucket]:
+        return cut(params, self.options, self.parts, multiple=self.ranks.size, gathered=self.gathered)
+
+    def _gradient(self, p: Tensor) -> Gradient:
+        owned = self._client().owned.get(p)
+        if owned is not None and owned.factors:
+            return LocalGradient(owned, None, self.backend)
+        return StoredGradient(p.grad)
+
+    def _written(self, p: Tensor) -> None:
+        owned = self._client().owned.get(p)
+        if owned is not None:
+            owned.factors.clear()
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._client().names)).device
+
+    @property
+    def pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            nbytes, count = self._memory(list(self._client().names))
+            self._pipeline = Pipeline(nbytes, count, self.device, self.ranks.wait)
+        return self._pipeline
+
+    def _memory(self, params: list[Tensor]) -> tuple[int, int]:
+        nbytes = buffer_bytes(params, self.options, self.parts, multiple=self.ranks.size, gathered=self.gathered)
+        return nbytes, max(1, min(self.options.count, len(self._cut(params))))
+
+    def held_bytes(self, *, sums: bool) -> int:
+        """What this rank holds beside weights and states: the buffers, and where they wait for a norm its sums."""
+        params = list(self._client().names)
+        nbytes, count = self._memory(params)
+        lengths = [b.length * self.parts // self.ranks.size * b.dtype.itemsize for b in self._cut(params)]
+        return nbytes * count + (sum(lengths) if sums else 0)
+
+    def average(self, elements: Tensor) -> None:
+        """Before the sum, as DistributedDataParallel does, so that a sum of many does not overflow."""
+        if self._scale != 1.0:
+            elements.mul_(self._scale)
+
+    def step_pieces(
+        self, bucket: Bucket, stretch: Tensor, rank: int, multiplier: Tensor | None, *, with_norms: bool = True
+    ) -> None:
+        """One launch for all pieces in one part of a summed bucket."""
+        slots, grads = [], []
+        for piece in self.stepped(bucket):
+            rows = piece.rows(self.parts, rank)
+            if rows.stop == rows.start:
+                continue
+            slot = self.slot(piece.param)
+            held = slice(piece.first, piece.first + rows.stop - rows.start)
+            slots.append(
+                replace(
+                    slot,
+                    weight=rows_of(slot.weight, rows),
+                    states=tuple(rows_of(state, held) for state in slot.states),
+                    master=None if slot.master is None else rows_of(slot.master, held),
+                    scales=slot.scales if slot.weight.dim() < 2 else tuple(rows_of(s, held) for s in slot.scales),
+                    update_norm_sq=None,
+                    late_norms=None,
+                    norm_sq=self.norm_of(piece) if with_norms else None,
+                )
+            )
+            grads.append(piece.view(stretch, rows))
+        kernels.step(slots, grads, multiplier=multiplier, backend=self.backend)
+
+    def stepped(self, bucket: Bucket) -> list[Piece]:
+        """The pieces of weights that any rank has a gradient of."""
+        return [piece for piece in bucket.pieces if piece.param in self._window.stepping]
+
+    def keep(self, bucket: Bucket, mine: Tensor) -> None:
+        """Keeps this rank's part of a summed bucket to the end of the window."""
+        self._window.kept.append((bucket, mine.clone()))
+
+    def norm_of(self, piece: Piece) -> Tensor:
+        """Where Σ g² of a piece goes, 0-dim."""
+        norm = self._window.places[piece]
+        self._window.norms.setdefault(piece.param, []).append(norm)
+        return norm
+
+    # ---- where the ranks meet
+
+    def agree(self, pending: Pending, facts: dict[str, object]) -> Pending:
+        """Learns what the ranks have gradients of; the first thing of a ``step()`` that others can see.
+
+        Args:
+            pending: this rank's own gradients.
+            facts: what must be equal on every rank.
+
+        Returns:
+            Those whose sums DistributedDataParallel has left in ``.grad``.
+
+        Raises:
+            ValueError: a fact differs; nothing has changed then, except what backward has stepped.
+            RuntimeError: a rank did not come.
+        """
+        if self._window.agreed is None:
+            if not (self._window.passed or self._waits):
+                self._pass()
+            self._meet({slot.weight for slot in pending.slots()} - self._reduced, facts, at_step=True)
+        reduced = {
+            device: mine
+            for device, slots in pending.ordinary.items()
+            if (mine := [slot for slot in slots if slot.weight in self._reduced])
+        }
+        return replace(pending, waiting=(), ordinary=reduced)
+
+    def _meet(self, pending: set[Tensor], facts: dict[str, object], *, at_step: bool) -> None:
+        """At the end of a backward, or in ``step()``, where a rank stays until every rank is there."""
+        window = self._window
+        params = list(self._client().names)
+        everything_here = False
+        while not everything_here:
+            arrived = torch.tensor([p in window.arrived for p in params], dtype=torch.uint8)
+            present = torch.tensor([p in window.arrived or p in pending for p in params], dtype=torch.uint8)
+            marks = torch.cat([arrived, present, 1 - arrived, arrived.new_tensor([not at_step])])
+            self.ranks.agree("the end of a backward, or step()", facts, marks)
+            *marks, in_backward = marks.tolist()
+            arrived, present, missed = (
+                {p for p, marked in zip(params, part, strict=True) if marked}
+                for part in (marks[: len(params)], marks[len(params) : -len(params)], marks[-len(params) :])
+            )
+            everything_here = not in_backward
+            if everything_here:
+                window.agreed, self._late = present | window.done, missed
+            else:
+                self._flush(arrived - window.done, None)
+                if not at_step:
+                    return
+
+    def _flush(self, ready: set[Tensor], multiplier: Tensor | None) -> None:
+        """Steps ``ready``, of which any rank has a gradient; this rank's part of the others is zero."""
+        window = self._window
+        window.stepping |= ready
+        route = partial(self.route, multiplier=multiplier)
+        self._fill(self._in_order(ready)).advance(self.pipeline, route, ready, closing=True)
+        self.pipeline.drain()
+        window.done |= ready
+        for p in ready - window.arrived:
+            self._mark_stepped(p)
+
+    def keep_sums(self) -> None:
+        """Sums every gradient and keeps this rank's part: the norm over all of them comes before the first step."""
+        window = self._window
+        if window.kept is None:
+            window.kept = []
+            window.stepping |= window.agreed
+            filler = self._fill(self._in_order(window.agreed), torch.float64)
+            filler.advance(self.pipeline, self.route_kept, window.agreed, closing=True)
+            self.pipeline.drain()
+            self._close_norms(partial=True)
+
+    def step_all(self, multiplier: Tensor | None) -> set[Tensor]:
+        """Steps everything that the ranks have agreed on and backward has not; returns all that this window steps."""
+        window = self._window
+        if window.kept is None:
+            self._flush(window.agreed - window.done, multiplier)
+            self._close_norms(partial=self.parts > 1)
+            return window.agreed
+        for bucket, mine in window.kept:
+            buffer = self.pipeline.take()
+            self.pipeline.launch(self.route_from_kept(bucket, mine, buffer, multiplier), buffer)
+        self.pipeline.drain()
+        for p in window.agreed - window.arrived:
+            self._mark_stepped(p)
+        return window.agreed
+
+    def agreed(self) -> list[kernels.Slot]:
+        """Of everything that this window steps."""
+        return [self.slot(p) for p in self._window.agreed]
+
+    def slot(self, p: Tensor) -> kernels.Slot:
+        return self._client().slot(p)
+
+    def _mark_stepped(self, p: Tensor) -> None:
+        """A forward with the old weight must not be followed by a backward."""
+        owned = self._client().owned.get(p)
+        if owned is None:
+            torch.autograd.graph.increment_version(p)
+        else:
+            owned.mark_updated()
+
+    def _in_order(self, params: set[Tensor]) -> list[Tensor]:
+        client = self._client()
+        owned = [p for p in reversed(client.owned) if p in params]
+        return owned + [p for p in reversed(client.names) if p in params and p not in client.owned]
+
+    def _close_norms(self, *, partial: bool) -> None:
+        """Adds up the pieces of each parameter, in their order, and where each rank has some of them the ranks'."""
+        stepped = [p for p in self._client().names if p in self._window.agreed]
+        pieces = [self._window.norms.get(p, []) for p in stepped]
+        flat = [norm for one in pieces for norm in one]
+        total = torch.stack(flat).double() if flat else torch.zeros(0, dtype=torch.float64, device=self.device)
+        if any(len(one) != 1 for one in pieces):
+            total = torch.stack([part.sum() for part in total.split([len(one) for one in pieces])])
+        if partial and stepped:
+            self.ranks.sum_now(total)
+        if stepped:
+            torch._foreach_copy_([self.slot(p).norm_sq for p in stepped], total.unbind())
+        self._window.norms.clear()
+
+    def close_window(self) -> None:
+        """After ``step()``; the next layout follows what backward completed on every rank in this one."""
+        self._window = Window()
+        self._filler = None
+
+    def drop(self) -> None:
+        """After a failure, or ``zero_grad()``: whatever is under way belongs to nobody."""
+        if self._pipeline is not None:
+            self._pipeline.drop()
+        self.close_window()

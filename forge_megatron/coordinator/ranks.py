@@ -1,0 +1,162 @@
+"""The ranks that hold parts of one gradient: their groups, their collectives, and what they agree on.
+
+Two process groups of their own are made from the caller's: one for gradients, so that nobody else's collective
+falls between two buckets, and one over gloo for what the hosts tell each other, which needs no device and
+ends in an error where a rank does not come.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_megatron.coordinator.pipeline import Work
+
+#: Seconds that a rank which has waited in vain gives the others to say that they have, too.
+_GRACE = 5.0
+
+
+class Ranks:
+    """The members of a data-parallel group.
+
+    Args:
+        group: names the ranks; every one of them makes this object at the same point of its program.
+        timeout: seconds after which a rank that the others wait for is an error.
+        deterministic: sums are in the order of the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, deterministic: bool = False):
+        members = dist.get_process_group_ranks(group)
+        limit = timedelta(seconds=timeout)
+        self.members = members
+        self.size = len(members)
+        self.rank = members.index(dist.get_rank())
+        self.timeout = timeout
+        self._limit = limit
+        self._deterministic = deterministic and self.size > 2
+        own = {"use_local_synchronization": True}
+        self._data = dist.new_group(
+            members, timeout=max(limit, timedelta(minutes=1)), backend=dist.get_backend(group), **own
+        )
+        self._hosts = dist.new_group(members, timeout=limit, backend="gloo", **own)
+        self._calls = 0
+        self._failed: str | None = None
+
+    # ---- sums of gradients
+
+    def wait(self, work: Work) -> None:
+        """Waits on the host where the transport works there; on a GPU the current stream waits.
+
+        Raises:
+            RuntimeError: a rank did not take part within the time limit.
+        """
+        if "nccl" in dist.get_backend(self._data):
+            work.wait()
+            return
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            self._missing("a bucket of gradients", error)
+
+    def all_reduce(self, buffer: Tensor) -> Iterator[Work]:
+        """Sums ``buffer`` (a multiple of ``size`` elements where sums are deterministic), in place."""
+        if not self._deterministic:
+            yield dist.all_reduce(buffer, group=self._data, async_op=True)
+            return
+        yield from self.reduce_scatter(buffer)
+        yield self.all_gather(buffer)
+
+    def reduce_scatter(self, buffer: Tensor) -> Iterator[Work]:
+        """Sums this rank's part of ``buffer``, one of ``size`` equal stretches, in place; spoils the others."""
+        mine = self.part(buffer)
+        if not self._deterministic:
+            yield dist.reduce_scatter_tensor(mine, buffer, group=self._data, async_op=True)
+            return
+        received = torch.empty_like(buffer)
+        yield dist.all_to_all_single(received, buffer, group=self._data, async_op=True)
+        terms = received.view(self.size, -1)
+        total = terms[0].float()
+        for term in terms[1:]:
+            total = total + term
+        mine.copy_(total)
+
+    def all_gather(self, buffer: Tensor) -> Work:
+        """Fills ``buffer`` from each rank's own part of it."""
+        return dist.all_gather_into_tensor(buffer, self.part(buffer), group=self._data, async_op=True)
+
+    def part(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self.size, -1)[self.rank]
+
+    def sum_now(self, tensor: Tensor) -> None:
+        """Sums a small tensor in place, at once."""
+        self.wait(dist.all_reduce(tensor, group=self._data, async_op=True))
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Gives every rank the first rank's values."""
+        for tensor in tensors:
+            self.wait(dist.broadcast(tensor.detach(), self.members[0], group=self._data, async_op=True))
+
+    # ---- what the hosts tell each other
+
+    def expect_alike(self, what: str, facts: dict[str, object]) -> None:
+        """Compares ``facts`` over the ranks.
+
+        Raises:
+            ValueError: on every rank, naming the first fact that differs and the ranks' values.
+        """
+        everywhere: list = [None] * self.size
+        self._collective(what, lambda: dist.all_gather_object(everywhere, facts, group=self._hosts))
+        for key in facts:
+            values = [repr(theirs.get(key)) for theirs in everywhere]
+            if len(set(values)) > 1:
+                told = "; ".join(f"rank {r}: {v}" for r, v in zip(self.members, values, strict=True))
+                raise ValueError(f"{what}: {key}: different on the ranks ({told}); give every rank the same")
+
+    def agree(self, what: str, facts: dict[str, object], marks: Tensor) -> None:
+        """Takes the largest of every rank's ``marks`` (uint8, in place), if their ``facts`` are equal.
+
+        One small collective; the values are exchanged only where they differ.
+
+        Raises:
+            ValueError: the facts differ; nothing has changed then.
+            RuntimeError: a rank did not come.
+        """
+        self._calls += 1
+        digest = zlib.crc32(repr((what, len(marks), *facts.values())).encode())
+        told = torch.cat([torch.tensor([digest, -digest]), marks.long()])
+        self._collective(what, lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts))
+        if told[0] != -told[1]:
+            self.expect_alike(what, {"what is called": what, "number of parameters": len(marks), **facts})
+        marks.copy_(told[2:])
+
+    def _collective(self, what: str, call) -> None:
+        if self._failed is not None:
+            raise RuntimeError(self._failed)
+        try:
+            call()
+        except RuntimeError as error:
+            self._missing(what, error)
+
+    def _missing(self, what: str, error: RuntimeError) -> None:
+        """Raises; names the ranks that do not say within a few seconds that they wait in vain, too."""
+        store = dist.distributed_c10d._get_default_store()
+        key = f"forge/{'.'.join(map(str, self.members))}/{self._calls}"
+        store.set(f"{key}/{self.rank}", b"waits")
+        silent = list(range(self.size))
+        end = time.monotonic() + min(_GRACE, self.timeout)
+        while silent and time.monotonic() < end:
+            silent = [rank for rank in silent if not store.check([f"{key}/{rank}"])]
+            time.sleep(0.05)
+        names = ", ".join(str(self.members[rank]) for rank in silent) or "none of them: the network failed"
+        self._failed = (
+            f"{what}: not every rank of {self.members} took part within {self.timeout:g} s; without a sign: rank "
+            f"{names}. Every rank must run as many steps as the others and end backward in step(): give a rank whose "
+            "data has ended an empty batch or stop all of them together, and look for an error on the silent rank"
+        )
+        raise RuntimeError(self._failed) from error

@@ -1,0 +1,126 @@
+"""ZeRO: weights on every rank, states and masters on one. A bucket is reduce-scattered, each rank steps its rows,
+and the weights are gathered in the same buffer.
+
+A rank holds the rows of a weight that ``torch.chunk`` and DTensor's ``Shard(0)`` give it, so that a state's shape does
+not depend on the size of a bucket. Ranks beyond the rows of a small weight hold nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from forge_megatron.coordinator.bucket import Bucket, Buckets, extent, part_rows, rows_of
+from forge_megatron.coordinator.partial import PartialSums
+from forge_megatron.coordinator.pipeline import Route
+from forge_megatron.coordinator.ranks import Ranks
+from forge_megatron.coordinator.window import Client
+from forge_megatron.rules import Rule
+
+
+class ShardedStates(PartialSums):
+    """ZeRO-2's schedule; where no gradient is resident, stages 1 and 2 are one."""
+
+    gathered = True
+
+    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool):
+        super().__init__(ranks, options, backend, client, waits=waits)
+        self.parts = ranks.size
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return rows_of(tensor, part_rows(tensor, self.parts, self.ranks.rank))
+
+    def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
+        super().expect_storable(label, rule, state)
+        if any("scale" in name for name in state):
+            raise NotImplementedError(
+                f"{label}: states in blocks with a scale are not built yet for sharding='states'; use 'bf16' or 'fp32'"
+            )
+
+    def enter_wrapper(self, wrapper) -> frozenset[Tensor]:
+        raise NotImplementedError(
+            "sharding='states' inside DistributedDataParallel: it reduces whole gradients, of which a rank needs its "
+            "rows; call the model without the wrapper, attach(process_group=...) reduces all of its gradients"
+        )
+
+    def route(self, bucket: Bucket, buffer: Tensor, multiplier: Tensor | None) -> Route:
+        elements = bucket.elements(buffer, self.parts, bucket.dtype)
+        self.average(elements)
+        yield from self.ranks.reduce_scatter(elements)
+        self.learn(bucket, self.ranks.part(elements))
+        self.step_pieces(bucket, self.ranks.part(elements), self.ranks.rank, multiplier)
+        yield from self._gather_weights(bucket, buffer)
+
+    def route_kept(self, bucket: Bucket, buffer: Tensor) -> Route:
+        elements = bucket.elements(buffer, self.parts, bucket.dtype)
+        self.average(elements)
+        yield from self.ranks.reduce_scatter(elements)
+        mine = self.ranks.part(elements)
+        self.keep(bucket, mine)
+        for piece in self.stepped(bucket):
+            here = piece.view(mine, piece.rows(self.parts, self.ranks.rank))
+            self.norm_of(piece).copy_(torch.linalg.vector_norm(here, dtype=torch.float64).square())
+
+    def route_from_kept(self, bucket: Bucket, mine: Tensor, buffer: Tensor, multiplier: Tensor | None) -> Route:
+        self.step_pieces(bucket, mine, self.ranks.rank, multiplier, with_norms=False)
+        yield from self._gather_weights(bucket, buffer)
+
+    def label_states(self, state_dict: dict, params: Mapping[int, Tensor], *, full: bool) -> None:
+        """Makes the states in ``state_dict`` whole, or says whose rows they are.
+
+        Args:
+            state_dict: ``torch.optim``'s; its entries are replaced.
+            params: the parameter of each key of its states.
+            full: gather them on every rank.
+        """
+        if not full:
+            state_dict["forge"]["shard"] = {"rank": self.ranks.rank, "of": self.ranks.size}
+            return
+        self.ranks.agree("state_dict(full=True)", {}, torch.zeros(0, dtype=torch.uint8))
+        state_dict["state"] = {
+            key: {name: self._whole(params[key], value) if value.dim() else value for name, value in entry.items()}
+            for key, entry in state_dict["state"].items()
+        }
+
+    def _whole(self, p: Tensor, mine: Tensor) -> Tensor:
+        share = -(-extent(p) // self.parts)
+        gathered = mine.new_zeros(self.parts, share, *p.shape[1:])
+        gathered[self.ranks.rank, : mine.shape[0]] = mine
+        self.ranks.wait(self.ranks.all_gather(gathered.view(-1)))
+        return gathered.flatten(0, 1)[: extent(p)].reshape(p.shape)
+
+    def expect_own(self, state_dict: dict) -> None:
+        """Raises ``ValueError`` if the states are another rank's rows."""
+        shard = state_dict.get("forge", {}).get("shard")
+        if shard is not None and (shard["rank"], shard["of"]) != (self.ranks.rank, self.ranks.size):
+            raise ValueError(
+                f"the checkpoint has the states of rank {shard['rank']} of {shard['of']}, and this is rank "
+                f"{self.ranks.rank} of {self.ranks.size}; for another number of ranks save state_dict(full=True)"
+            )
+
+    def _gather_weights(self, bucket: Bucket, buffer: Tensor) -> Route:
+        elements = bucket.elements(buffer, self.parts, bucket.pieces[0].param.dtype)
+        mine, theirs = self._places(bucket, elements)
+        _copy((there, weight) for there, weight in mine)
+        yield self.ranks.all_gather(elements)
+        _copy((weight, there) for there, weight in theirs)
+
+    def _places(self, bucket: Bucket, elements: Tensor) -> tuple[list, list]:
+        """``(in the bucket, in the weight)`` of this rank's rows, and of the other ranks'."""
+        mine, theirs = [], []
+        for piece in self.stepped(bucket):
+            for part, stretch in enumerate(elements.view(self.parts, bucket.length)):
+                rows = piece.rows(self.parts, part)
+                if rows.stop > rows.start:
+                    places = mine if part == self.ranks.rank else theirs
+                    places.append((piece.view(stretch, rows), rows_of(piece.param, rows)))
+        return mine, theirs
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """To the first from the second of each pair, in one launch; a rank may have no rows in a bucket."""
+    pairs = list(pairs)
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -1,0 +1,51 @@
+"""What a schedule over ranks knows of the optimizer, and of the time between two ``step()`` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from forge_megatron import kernels
+from forge_megatron.coordinator.bucket import Bucket, Piece
+from forge_megatron.linear import OwnedWeight
+
+
+class Client(Protocol):
+    """What the schedule asks of the optimizer."""
+
+    owned: Mapping[Tensor, OwnedWeight]
+    names: Mapping[Tensor, str]
+
+    def slot(self, p: Tensor) -> kernels.Slot:
+        """What a step of ``p`` reads and writes; makes the states of one that was frozen here."""
+
+    def shared_facts(self) -> dict[str, object]:
+        """What must be equal on every rank where they meet."""
+
+
+@dataclass
+class Window:
+    """What lies between two ``step()`` calls.
+
+    Attributes:
+        arrived: the weights whose gradient on this rank was completed by a backward.
+        stepping: those, and what other ranks have a gradient of, as far as it is known.
+        passed: the buckets that are filled in backward have all been sent.
+        done: what has been sent.
+        agreed: the parameters of which any rank has a gradient; None before the ranks have met in ``step()``.
+        kept: this rank's part of every summed bucket, where a norm over all of them comes before the first step.
+        places: where Σ g² of each piece goes, 0-dim.
+        norms: those of each parameter's pieces that were stepped or kept here.
+    """
+
+    arrived: set[Tensor] = field(default_factory=set)
+    stepping: set[Tensor] = field(default_factory=set)
+    passed: bool = False
+    done: set[Tensor] = field(default_factory=set)
+    agreed: set[Tensor] | None = None
+    kept: list[tuple[Bucket, Tensor]] | None = None
+    places: dict[Piece, Tensor] = field(default_factory=dict)
+    norms: dict[Tensor, list[Tensor]] = field(default_factory=dict)
