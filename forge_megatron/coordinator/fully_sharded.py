@@ -134,8 +134,8 @@ class FullySharded:
 
     def refuse_scaled_updates(self) -> None:
         """GradScaler in immediate mode: raises; weights that were updated with scaled gradients stay an error."""
-        if not self.group_of:
-            return
+        if not self._handles:
+            return  # nothing is sharded, or detached
         self.expect_usable()
         error = scaled_updates(self.updated)
         if self._stepped:

@@ -94,7 +94,7 @@ def _tied_and_twice():
         expect_equal(ours, of_one_process(**options), ulps=8)
 
 
-def test_a_tied_weight_and_a_module_called_twice(results):
+def test_a_tied_weight_and_a_module_called_twice(results):  # row 29
     results["_tied_and_twice"]
 
 
@@ -194,22 +194,6 @@ def _built_on_the_meta_device():
 
 def test_a_model_built_on_the_meta_device(results):
     results["_built_on_the_meta_device"]
-
-
-@workers
-def _compiled():
-    net, twin = shard(Net()), shard(Net())
-    optimizer, oracle = attach(net), torch_adamw(twin)
-    for block in net.blocks:
-        block.compile(backend="aot_eager")
-    train(net, optimizer)
-    train(twin, oracle)
-    assert not any(p.grad is not None for p in net.parameters())
-    expect_equal(contents(net, optimizer), contents(twin, oracle), ulps=16)
-
-
-def test_compiled_after_attach(results):
-    results["_compiled"]
 
 
 def _odd_shards():
