@@ -79,6 +79,10 @@ def names(cases: list[Case]) -> list[str]:
         ),
         ((64, False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
         (
+            (1, False, "fp32", 2, "states"),
+            ["MG tp1 fp32 cpu", "T0 dp2 fp32 cpu", "T1 dp2 fp32 cpu", "T2 dp2 fp32 cpu"],
+        ),
+        (
             (1, False, "bf16", 64, "full"),
             [f"MG tp1 {dtype} cpu" for dtype in ("fp32", "bf16")]
             + [f"{gate} cpu" for gate in ("F1 dp8 fp32", "F2 dp8 fp32", "F3 dp8 bf16", "MW dp8 bf16")],

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 
 from forge_megatron import ForgeOptimizer, kernels, rules
+from forge_megatron.coordinator.bucket import Piece
 from forge_megatron.formats.state import StateFormat
 from forge_megatron.formats.store import WeightStore
 from forge_megatron.kernels import local
@@ -222,7 +223,63 @@ def the_16_bit_copy_is_stepped():
     return patch.object(sharded().FullySharded, "_launch", torch.no_grad()(rounding))
 
 
+def partial():
+    from forge_megatron.coordinator import partial
+
+    return partial.PartialSums
+
+
+def no_sum_over_ranks():
+    from forge_megatron.coordinator.ranks import Ranks
+
+    return patch.multiple(Ranks, all_reduce=lambda *_: iter(()), reduce_scatter=lambda *_: iter(()))
+
+
+def no_average():
+    return patch.object(partial(), "average", lambda self, elements: None)
+
+
+def a_factor_on_the_gradient():
+    return patch.object(partial(), "average", lambda self, elements: elements.mul_(1.01))
+
+
+def a_part_is_not_gathered():
+    from forge_megatron.coordinator import sharded
+
+    return patch.object(sharded.ShardedStates, "_gather_weights", lambda *_: iter(()))
+
+
+def norms_of_this_ranks_part():
+    close = partial()._close_norms
+    return patch.object(partial(), "_close_norms", lambda self, *, partial: close(self, partial=False))
+
+
+def a_row_is_left_out():
+    rows = Piece.rows
+
+    def short(self, parts, part):
+        found = rows(self, parts, part)
+        return slice(found.start, max(found.start, found.stop - 1))
+
+    return patch.object(Piece, "rows", short)
+
+
 BREAKS = {
+    "T0": {
+        a_row_is_left_out: "max |ΔW| and |Δstate|, sharding=none, cut by rows",
+        a_factor_on_the_gradient: "max |ΔW| and |Δstate|, sharding=states, whole",
+    },
+    "T1": {
+        no_sum_over_ranks: "drift between ranks, replicated, on arrival",
+        a_part_is_not_gathered: "drift between ranks, sharded states, waiting",
+        norms_of_this_ranks_part: "drift between ranks, replicated, waiting",
+    },
+    "T2": {
+        no_sum_over_ranks: "loss gap, replicated, on arrival",
+        no_average: "Δstate, sharded states, on arrival",
+        norms_of_this_ranks_part: "Δstate, sharded states, waiting",
+        a_row_is_left_out: "ΔW, replicated, waiting",
+    },
     "F1": {
         no_reduction: "loss gap, on arrival",
         a_group_is_left_out: "ΔW, on arrival",
