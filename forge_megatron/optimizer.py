@@ -196,6 +196,9 @@ class ForgeOptimizer(Capturing):
         elif self._watching:
             self._watch([p])
 
+    def _follow_state(self) -> None:
+        self.state = self._parameters.take_over(self.state, self.new_state)
+
     def own(self, weight: Tensor, name: str | None = None) -> OwnedWeight:
         """Takes a weight ``[O, I]`` whose linear calls :func:`forge_megatron.linear.open_use`."""
         if weight not in self._parameters.labels:
@@ -255,6 +258,7 @@ class ForgeOptimizer(Capturing):
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
         self._skips.settle_counts()
+        self._follow_state()
         for p in self._parameters.without_states():
             self.admit(p)
         self._parameters.open_window()
@@ -354,6 +358,7 @@ class ForgeOptimizer(Capturing):
             book.expect_usable()
             book.expect_nothing_pending("save")
         self._skips.settle(wait=True)
+        self._follow_state()
         state_dict = super().state_dict()
         state_dict["forge"] = marker(self)
         if self._plan.sharding == "states":
@@ -367,7 +372,8 @@ class ForgeOptimizer(Capturing):
     def load_state_dict(self, state_dict: dict, *, convert: bool = False) -> None:
         """Restores states bit for bit; reads a ``torch.optim`` checkpoint of the same rule too.
 
-        Parameters are matched by name where both sides have names, otherwise by order.
+        Parameters are matched by name where both sides have names, otherwise by order. A backward that waits for
+        ``step()``, or failed, is discarded with every ``.grad`` of it.
 
         Args:
             state_dict: from :meth:`state_dict`, or of the same rule's class in ``torch.optim``.
@@ -383,7 +389,11 @@ class ForgeOptimizer(Capturing):
             state_dict = state_dict if replaced is None else replaced
         if self._plan.sharding == "states":
             self._sums.expect_own(state_dict)
+        self._follow_state()
+        window = self._ledger.has_window()
         load_state(self, state_dict, convert)
+        if window:
+            super().zero_grad(set_to_none=True)
         for book in self._books:
             book.restored()
         self._drop_sums()

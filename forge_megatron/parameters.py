@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from forge_megatron.formats import FORMAT_KEYS, scale_name
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import LateNorms, Slot, local, settle
 from forge_megatron.random_bits import RandomBits
+from forge_megatron.replaced import replacements
 from forge_megatron.rules import Rule
 
 
@@ -54,6 +55,8 @@ class Parameters:
         self.labels = labels
         self.all = [p for group in groups for p in group["params"]]
         self.slots: dict[Tensor, Slot] = {}
+        # The state tensors that slots, counters and captured graphs hold.
+        self._made: dict[Tensor, dict[str, Tensor]] = {}
         self.over_ranks: Callable[[Tensor], Tensor] = torch.clone
         self._tables: dict[torch.device, tuple[list[Tensor], Tensor, Tensor]] = {}
         self._update_norms_sq: dict[Tensor, Tensor] = {}
@@ -84,6 +87,7 @@ class Parameters:
     def admit(self, p: Tensor) -> None:
         """Makes the slot of a parameter whose states exist now."""
         state, rule = self._state[p], self._rule(p)
+        self._made[p] = dict(state)
         states = tuple(state[name] for name in rule.states)
         scales = tuple(state[scale_name(name)] for name in rule.states if scale_name(name) in state)
         statistics = tuple(state[name] for name in rule.statistics(self._groups[self._group_of[p]], p.shape))
@@ -103,6 +107,37 @@ class Parameters:
             step=state["step"],
             late_norms=self._late_norms,
         )
+
+    def take_over(self, state: Mapping, initial: Callable[[Tensor, str], dict[str, Tensor]]) -> Mapping:
+        """Copies state that somebody put in the place of ours (``state[p][name] = tensor``, ``clear()``) into ours.
+
+        Args:
+            state: the optimizer's now.
+            initial: the states of a parameter before its first step, which torch makes where there are none.
+
+        Returns:
+            The mapping that holds ours.
+
+        Raises:
+            RuntimeError: a state that is missing or does not fit, by name; nothing has changed then.
+        """
+        replaced = {}
+        for p, made in self._made.items():
+            found = state.get(p)
+            if not found:
+                replaced[p] = initial(p, self.labels[p])
+            elif any(found.get(name) is not tensor for name, tensor in made.items()):
+                replaced[p] = replacements(self.labels[p], made, found, {"step", *self._rule(p).running})
+        if replaced:
+            with torch.no_grad():
+                for p, values in replaced.items():
+                    for name, tensor in self._made[p].items():
+                        if values[name] is not tensor:
+                            tensor.copy_(values[name])
+        if replaced or state is not self._state:
+            for p, made in self._made.items():
+                self._state[p] = {**state.get(p, {}), **made}
+        return self._state
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""

@@ -4,6 +4,7 @@ from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step, wgrad
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
+from .entrance import without_autocast
 from .lookups import is_lookup
 from .norms import LateNorms, settle
 from .shard import is_sharded, local, origin_of, shard_like
@@ -37,4 +38,5 @@ __all__ = [
     "wgrad_norm_sq",
     "wgrad_step",
     "wgrad_steps",
+    "without_autocast",
 ]

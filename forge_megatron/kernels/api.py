@@ -20,13 +20,14 @@ from . import fused, regimes, staged
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .choice import choose_for
+from .entrance import entrance
 from .lookups import is_lookup
 from .shard import local, local_slot
 from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
 from .updates import measured
 
 
-@torch.no_grad()
+@entrance
 def wgrad_step(
     slot: Slot,
     segments: Sequence[Segment],
@@ -63,7 +64,7 @@ def wgrad_step(
             fused.launch(chosen, slot, segments, accumulator, multiplier)
 
 
-@torch.no_grad()
+@entrance
 def wgrad_steps(
     slots: Sequence[Slot],
     segments: Sequence[Sequence[Segment]],
@@ -89,7 +90,7 @@ def wgrad_steps(
         staged.wgrad_steps(slots, segments, accumulators, multipliers, backend)
 
 
-@torch.no_grad()
+@entrance
 def wgrad_norm_sq(
     segments: Sequence[Segment],
     out: Tensor,
@@ -126,7 +127,7 @@ def wgrad_norm_sq(
     fused.wgrad_norm_sq(segments, out, accumulator, shape, backend)
 
 
-@torch.no_grad()
+@entrance
 def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backend: str = "auto") -> None:
     """Add the sum of ``dY^T X`` to ``accumulator``, fp32 or bf16 ``[O, I]``, rounding once.
 
@@ -146,7 +147,7 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
         fused.wgrad_write(segments, accumulator, accumulator, backend)
 
 
-@torch.no_grad()
+@entrance
 def wgrad(
     segments: Sequence[Segment], out: Tensor, *, accumulator: Tensor | None = None, backend: str = "auto"
 ) -> None:
@@ -174,7 +175,7 @@ def wgrad(
     fused.wgrad_write(segments, out, accumulator, backend)
 
 
-@torch.no_grad()
+@entrance
 def step(
     slots: Sequence[Slot],
     grads: Sequence[Tensor],

@@ -4,7 +4,7 @@ from forge_megatron.linear.attached import Attached
 from forge_megatron.linear.function import is_callers, owned_linear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
-from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of, without_autocast
+from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of
 from forge_megatron.linear.sink import FusedStep, Sink
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "open_use",
     "owned_linear",
     "owner_of",
-    "without_autocast",
 ]

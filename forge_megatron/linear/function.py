@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_megatron.linear.owned import Use, open_use, without_autocast
+from forge_megatron.kernels import without_autocast
+from forge_megatron.linear.owned import Use, open_use
 
 
 class OwnedLinearFunction(torch.autograd.Function):
@@ -28,7 +29,7 @@ class OwnedLinearFunction(torch.autograd.Function):
         wanted = use.begin()
         x_wanted, _, bias_wanted, _ = ctx.needs_input_grad
         dx = None
-        with without_autocast(dy.device):
+        with without_autocast(dy.device.type):
             if x_wanted:
                 dx = dy @ use.weight.to(dy.dtype)
             rows = _rows(dy)

@@ -143,6 +143,11 @@ class Ledger:
         if pending is not None:
             raise RuntimeError(f"{pending.name}: a backward is pending; call step() before you {what}")
 
+    def has_window(self) -> bool:
+        """A gradient waits, weights have been updated since the last ``step()``, or a backward or ``step()`` failed."""
+        self.expect_no_failed_backward(closing=True)
+        return self._broken is not None or any(owned.factors or owned.updated for owned in self.owned)
+
     def expect_asked_for(self) -> None:
         """Raises if a ``step()`` that finds no gradient at all follows forwards whose weights nothing trains."""
         for owned in self.owned:

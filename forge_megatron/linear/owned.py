@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,14 +52,6 @@ def in_function_forward() -> bool:
     It switches forward-mode gradients off too, which ``no_grad`` does not.
     """
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def without_autocast(device: torch.device):
-    """A context that an enclosing autocast region does not reach into: a backward computes as its forward did."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    # Entering and leaving autocast costs as much as a small GEMM's launch.
-    return nullcontext()
 
 
 def open_use(weight: Tensor) -> Use | None:

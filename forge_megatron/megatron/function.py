@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
-from forge_megatron.linear import Use, open_use, without_autocast
+from forge_megatron.kernels import without_autocast
+from forge_megatron.linear import Use, open_use
 
 
 def _gather_sequence(shard: Tensor, group: dist.ProcessGroup, *, shared: bool, async_op: bool = False):
@@ -67,7 +68,7 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
                 # A factor that waits for step() needs memory of its own: the next layer gathers into "mpu".
                 x, gathering = _gather_sequence(x, ctx.tp_group, shared=not use.owned.waits, async_op=True)
 
-        with without_autocast(dy.device):
+        with without_autocast(dy.device.type):
             dx, reducing = None, None
             if x_wanted:
                 dx = dy.matmul(use.weight.to(dy.dtype))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from forge_megatron.linear import Attached, Use, is_callers, open_use, without_autocast
+from forge_megatron.kernels import without_autocast
+from forge_megatron.linear import Attached, Use, is_callers, open_use
 from forge_megatron.vocab.logits import Head, LogitGradient, Loss
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +21,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, source, bias, weight: Tensor, targets: Tensor, loss: Loss, use: Use | None) -> Tensor:
-        with without_autocast(x.device):
+        with without_autocast(x.device.type):
             normaliser = Head(x, weight, bias, targets, loss).normalise()
         log_sum_exp = normaliser.log_sum_exp()
         losses = log_sum_exp - (1 - loss.label_smoothing) * normaliser.picked
@@ -39,7 +40,7 @@ class _TokenLosses(torch.autograd.Function):
         # The mean over no token has an infinite gradient, which reaches none.
         upstream = upstream.masked_fill(ctx.targets < 0, 0.0)
         head = Head(x.detach(), ctx.weight, None if bias is None else bias.detach(), ctx.targets, ctx.loss)
-        with without_autocast(x.device):
+        with without_autocast(x.device.type):
             gradient = LogitGradient(head, log_sum_exp, upstream, x_wanted=x_wanted, bias_wanted=bias_wanted)
             dweight = None
             if wanted:

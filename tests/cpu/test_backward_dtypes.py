@@ -110,6 +110,28 @@ def test_backward_inside_an_autocast_region(backend):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("options", [{}, {"clip": 0.05}, {"waiting": True}], ids=["immediate", "clipped", "waiting"])
+def test_backward_and_step_inside_an_autocast_region(options):
+    """Neither the sums of kept factors nor those of a tied pair are cast; torch's step has no matrix product."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(11, 64), nn.Linear(64, 11, bias=False)
+            self.hidden = nn.Linear(64, 64)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.hidden(self.embedding(ids))))
+
+    pair = Pair(Tied(), **options)
+    for _ in range(2):
+        pair.backward(mean_square(torch.tensor([1, 3, 3, 0, 7])))
+        with torch.autocast("cpu", torch.bfloat16):
+            pair.close()
+    pair.expect_equal()
+
+
 @backends
 def test_autocast_of_bf16_weights(backend):
     torch.manual_seed(0)

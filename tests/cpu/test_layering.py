@@ -18,6 +18,7 @@ ORDER = [
     "forge_megatron.groups",
     "forge_megatron.hidden",
     "forge_megatron.random_bits",
+    "forge_megatron.replaced",
     "forge_megatron.parameters",
     "forge_megatron.reports",
     "forge_megatron.ranks",

@@ -266,6 +266,41 @@ def test_a_checkpoint_of_another_model_is_refused_by_name():
         restored.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["pending", "failed"])
+def test_a_load_discards_the_whole_window(fails):
+    """Not the owned weights' half of it: the biases' .grad would be stepped alone."""
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-2, waiting=True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    x = batch(5, 6).requires_grad_()
+    if fails:
+        x.register_hook(lambda gradient: 1 / 0)
+    loss = model(x).square().mean()
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        loss.backward()
+    assert model[2].bias.grad is not None
+    optimizer.load_state_dict(saved)
+    before = snapshot(model, optimizer)
+    del loss
+    optimizer.step()
+    expect_bit_equal(before, snapshot(model, optimizer))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_load_keeps_gradients_that_are_all_in_grad():
+    pair = Pair(nn.Conv1d(2, 3, 2))
+    saved = [copy.deepcopy(optimizer.state_dict()) for _, optimizer in pair.sides()]
+    pair.backward(mean_square(batch(4, 2, 5)))
+    for (_, optimizer), state in zip(pair.sides(), saved, strict=True):
+        optimizer.load_state_dict(state)
+    pair.close()
+    pair.expect_equal()
+    assert pair.optimizer.state[pair.model.weight]["step"] == 1
+
+
 def test_a_checkpoint_from_inside_a_wrapper_is_loaded_outside():
     """Wrappers' prefixes are no part of a name."""
     model, optimizer = trained()
