@@ -196,9 +196,6 @@ class ForgeOptimizer(Capturing):
         elif self._watching:
             self._watch([p])
 
-    def _follow_state(self) -> None:
-        self.state = self._parameters.take_over(self.state, self.new_state)
-
     def own(self, weight: Tensor, name: str | None = None) -> OwnedWeight:
         """Takes a weight ``[O, I]`` whose linear calls :func:`forge_megatron.linear.open_use`."""
         if weight not in self._parameters.labels:
@@ -245,20 +242,13 @@ class ForgeOptimizer(Capturing):
         if pending is not None:
             self._gradients.expect_untouched(pending.name)
 
-    def expect_no_gradient_asked_for(self, left_out: list[OwnedWeight]) -> None:
-        asked = next((owned for owned in left_out if owned.is_asked_for()), None)
-        if asked is None and any(accumulates(p) for p in self._ordinary() if p.requires_grad):
-            asked = left_out[-1]
-        if asked is not None:
-            raise RuntimeError(
-                f"{asked.name}: autograd.grad and backward(inputs=...) cannot ask for the gradient of an owned "
-                "weight, which is never formed; use backward() with the others frozen or paused(), or detach()"
-            )
+    def accumulates_ordinary(self) -> bool:
+        return any(accumulates(p) for p in self._ordinary() if p.requires_grad)
 
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
         self._skips.settle_counts()
-        self._follow_state()
+        self.state = self._parameters.take_over(self.state, self.new_state)
         for p in self._parameters.without_states():
             self.admit(p)
         self._parameters.open_window()
@@ -358,7 +348,7 @@ class ForgeOptimizer(Capturing):
             book.expect_usable()
             book.expect_nothing_pending("save")
         self._skips.settle(wait=True)
-        self._follow_state()
+        self.state = self._parameters.take_over(self.state, self.new_state)
         state_dict = super().state_dict()
         state_dict["forge"] = marker(self)
         if self._plan.sharding == "states":
@@ -389,7 +379,7 @@ class ForgeOptimizer(Capturing):
             state_dict = state_dict if replaced is None else replaced
         if self._plan.sharding == "states":
             self._sums.expect_own(state_dict)
-        self._follow_state()
+        self.state = self._parameters.take_over(self.state, self.new_state)
         window = self._ledger.has_window()
         load_state(self, state_dict, convert)
         if window:

@@ -64,8 +64,8 @@ class Client(Protocol):
     def expect_ready(self) -> None:
         """Raises if this backward could not be followed by an exact step; changes nothing."""
 
-    def expect_no_gradient_asked_for(self, left_out: list[OwnedWeight]) -> None:
-        """Raises if a backward that leaves out these weights asks for gradients of this optimizer."""
+    def accumulates_ordinary(self) -> bool:
+        """Inside a backward: it adds to the ``.grad`` of a parameter of this optimizer that is not owned."""
 
     def before_updates(self) -> None:
         """Writes the hyperparameters: this backward is about to update weights."""
@@ -308,8 +308,12 @@ class Ledger:
                 or (any(use.recomputed for use in here) and owned.has_plain_consumer())
             )
             verdicts[owned] = Verdict(waits, micro_batch)
-        if left_out:
-            self._client().expect_no_gradient_asked_for(left_out)
+        asked = [owned for owned in left_out if owned.is_asked_for()]
+        if asked or (left_out and self._client().accumulates_ordinary()):
+            raise RuntimeError(
+                f"{(asked or left_out)[0].name}: autograd.grad and backward(inputs=...) cannot ask for the gradient of "
+                "an owned weight, which is never formed; use backward() with the others frozen or paused(), or detach()"
+            )
         if verdicts:
             self._client().expect_ready()
         return verdicts
