@@ -68,8 +68,6 @@ def attach(
     except Exception:
         optimizer.detach()
         raise
-    for group in shards:
-        optimizer.reasons.update(dict.fromkeys(group.padded, "sharded: stepped where its reduced shard arrives"))
     optimizer.watch()
     optimizer.synchronize([*model.parameters(), *model.buffers()])
     if options.get("process_group") is not None:

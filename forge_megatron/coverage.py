@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forge_megatron.kernels import local
 from forge_megatron.linear import OwnedWeight
 
 
@@ -112,7 +113,7 @@ def _waiting(row: Row) -> str:
 
 def _bytes(state: Mapping[str, Tensor]) -> int:
     tensors: Iterable[Tensor] = (tensor for name, tensor in state.items() if name != "step")
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

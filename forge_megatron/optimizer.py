@@ -214,6 +214,7 @@ class ForgeOptimizer(Capturing):
     def watch(self) -> None:
         """From now on, a change of ``.grad`` that leaves owned weights out is an error at ``step()``."""
         self._watching = True
+        self.reasons.update(self._shards.reasons())
         self._watch(self._ordinary())
         clip_helpers.guard(self)
         # An owned weight has a .grad where something reads it without calling its module.

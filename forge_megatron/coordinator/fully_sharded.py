@@ -98,6 +98,11 @@ class FullySharded:
             expect_managed(label, p, self.group_of)
         self._labels, self._slots, self._states = labels, slots, states
 
+    def reasons(self) -> dict[Tensor, str]:
+        """What the table of coverage says of each sharded parameter."""
+        how = "its reduced shard waits for step()" if self._waits else "stepped where its reduced shard arrives"
+        return dict.fromkeys(self.group_of, f"sharded: {how}")
+
     def expect_managed(self, p: Tensor) -> None:
         """Raises for a parameter that becomes trainable beside sharded ones, and whose gradient nobody reduces."""
         expect_managed(self._labels[p], p, self.group_of)

@@ -55,6 +55,7 @@ def _arrival():
         "unchanged": [name for name in before if torch.equal(before[name], after[name])],
         "counts": [float(optimizer.state[p]["step"]) for p in net.parameters()],
         "how": {row.how for row in optimizer.coverage},
+        "bytes": optimizer.coverage.state_bytes - sum(2 * p.to_local().nbytes for p in net.parameters()),
         "left": [name for name, p in net.named_parameters() if p.grad is not None],
     }
 
@@ -66,6 +67,7 @@ def test_every_parameter_is_stepped_in_backward_by_one_launch_a_group_and_keeps_
         assert found["unchanged"] == []
         assert found["counts"] == [1.0] * 16
         assert found["left"] == []
+        assert found["bytes"] == 0
         assert found["how"] == {"sharded: stepped where its reduced shard arrives"}
 
 
