@@ -89,6 +89,4 @@ def test_every_rule_compiles_for_sm_90(tmp_path_factory):
 
 def test_every_rule_compiles_in_the_hopper_kernel(tmp_path_factory, monkeypatch):
     expect_gluon(monkeypatch)
-    spilled = rules_compiled("hopper", tmp_path_factory)
-    assert spilled.keys() <= {"adamw", "adamw-amsgrad", "rmsprop-both"}
-    assert max(spilled.values(), default=0) <= 16
+    assert not rules_compiled("hopper", tmp_path_factory)
