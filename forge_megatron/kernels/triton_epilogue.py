@@ -32,21 +32,21 @@ def step_coordinates(
         w = tl.load(master, mask=inside, other=0.0)
     else:
         w = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    # Selecting values, not masking stores: a mask that differs between neighbours would split
-    # every vector store.
-    finite = is_finite(g)
     if len(scales) == 0:
         # The scale 1 is not read: Triton 3.6 passes no None between functions.
         old = ()
         for index in tl.static_range(len(states)):
             old = old + (CODES[index][0](tl.load(states[index], mask=inside, other=0.0), 1.0),)
         new_w, new = UPDATE(g, w, old, h)
+        # Selecting values, not masking stores: a mask that differs between neighbours would split every vector store.
+        # Made here and not before the loads: it changes layout through shared memory, and they would wait for that.
+        finite = is_finite(g)
         for index in tl.static_range(len(states)):
             kept = tl.where(finite, new[index], old[index])
             tl.store(states[index], CODES[index][1](kept, 1.0), mask=inside)
     else:
         # A block is one number of many digits: all of it is stepped, or none.
-        block_is_finite = tl.min(finite.to(tl.int32), 1) != 0
+        block_is_finite = tl.min(is_finite(g).to(tl.int32), 1) != 0
         finite = block_is_finite[:, None] & (g == g)
         stored = ()
         scaled = ()
