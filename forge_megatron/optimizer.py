@@ -204,6 +204,8 @@ class ForgeOptimizer(Capturing):
         self.owned[weight] = owned
         self._ledger.owned.append(owned)
         self._connect(owned)
+        # It has a .grad where something reads it without calling its module.
+        self._gradients.widen([weight])
         return owned
 
     def _connect(self, owned: OwnedWeight) -> None:
@@ -217,8 +219,6 @@ class ForgeOptimizer(Capturing):
         self.reasons.update(self._shards.reasons())
         self._watch(self._ordinary())
         clip_helpers.guard(self)
-        # An owned weight has a .grad where something reads it without calling its module.
-        self._gradients.widen(self.owned)
 
     def _watch(self, params: list[Tensor]) -> None:
         self._shards.watch(params)

@@ -35,6 +35,12 @@ def _reordered(case: Case) -> dict:
     return session.train()
 
 
+def _tied_sum() -> torch.dtype:
+    """What the embedding's part of an owned tied weight is summed in over micro-batches."""
+    session = Run(replace(BF16, tied=True).with_forge(recipe="fp32-master"))
+    return session.model.get_parameter("embedding.word_embeddings.weight").grad_dtype
+
+
 @workers
 def _bf16() -> dict:
     return {
@@ -43,6 +49,8 @@ def _bf16() -> dict:
         "master, tied, in backward": train_both(
             replace(BF16, tied=True, clip=0.0, micro_batches=1), recipe="fp32-master"
         ),
+        "master, tied, micro-batches": train_both(replace(BF16, tied=True), recipe="fp32-master"),
+        "tied sum": _tied_sum(),
         "scaled": train(replace(BF16, optimizer={"loss_scale": 128.0}).with_forge(recipe="fp32-master")),
         "bf16-state": train(BF16.with_forge(recipe="bf16-state")),
         "none": train(BF16.with_forge()),
@@ -54,13 +62,17 @@ def bf16(results):
     return results["_bf16"][0]
 
 
-@pytest.mark.parametrize("name", ["master", "master, tied, in backward"])
+@pytest.mark.parametrize("name", ["master", "master, tied, in backward", "master, tied, micro-batches"])
 def test_fp32_master_trains_like_megatrons(bf16, name):
     theirs, ours = bf16[name]
     noise = gap(bf16["master"][0]["losses"], bf16["reordered"]["losses"])
     assert noise < 5e-3
     assert gap(theirs["losses"], ours["losses"]) <= APART * noise
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=5e-3)
+
+
+def test_a_tied_weights_micro_batches_are_summed_in_fp32(bf16):
+    assert bf16["tied sum"] is torch.float32
 
 
 @workers
