@@ -59,11 +59,18 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
     ids = [name.upper() for name in args.ids] or list(IDS)
-    cases = sweep(ids, [args.nproc] if args.nproc else DEGREES[args.device], args.device)
+    cases = sweep(ids, [args.nproc] if args.nproc else degrees(args.device), args.device)
     cases = [case for case in cases if args.dtype in (None, case.dtype)]
     if not cases:
         raise ValueError(f"{', '.join(ids)} has nothing for {args.nproc} processes in {args.dtype or 'any dtype'}")
     return cases
+
+
+def degrees(device: str) -> list[int]:
+    """Processes that a bare command runs the gates with; on GPUs those of which there are enough, else one."""
+    if device == "cpu":
+        return DEGREES[device]
+    return [degree for degree in DEGREES[device] if degree <= torch.cuda.device_count()] or [1]
 
 
 def job_options(args: argparse.Namespace) -> str:
@@ -136,6 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.ensure:
         return ensure(cases, receipt, console, f"{job_options(args)} --dtype {args.dtype or 'fp32'}")
     results = run_all(cases, receipt, console)
+    left_out = max(DEGREES[args.device]) if args.nproc is None and args.tp is None and args.dp is None else 0
+    if left_out > max(case.world for case in cases):
+        console.print(f"NOT RUN: what needs {left_out} ranks, for want of as many GPUs", highlight=False)
     console.print(f"receipt: {RECEIPT}", highlight=False, soft_wrap=True)
     return 0 if all(result.passed for result in results) else RED
 
