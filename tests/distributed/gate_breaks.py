@@ -264,7 +264,35 @@ def a_row_is_left_out():
     return patch.object(Piece, "rows", short)
 
 
+def rounded_to_nearest():
+    from forge_megatron.kernels import reference
+
+    return patch.object(reference, "round_stochastically", lambda w, bits: w.bfloat16())
+
+
+def bits_that_are_all_zero():
+    from forge_megatron.kernels import reference
+
+    rounded = reference.round_stochastically
+    return patch.object(reference, "round_stochastically", lambda w, bits: rounded(w, bits * 0))
+
+
+def bits_of_this_rank():
+    from forge_megatron import random_bits
+
+    words = random_bits.words
+    rank = int(os.environ["RANK"])
+    return patch.object(
+        random_bits, "words", lambda origin, columns, seed, step: words(origin, columns, seed + rank, step)
+    )
+
+
 BREAKS = {
+    "SR": {
+        rounded_to_nearest: "moved by a gradient, less what it asks for, stochastically",
+        bits_that_are_all_zero: "moved by a decay, less what it asks for, stochastically",
+        bits_of_this_rank: "drift between replicas, gradient",
+    },
     "T0": {
         a_row_is_left_out: "max |ΔW| and |Δstate|, sharding=none, cut by rows",
         a_factor_on_the_gradient: "max |ΔW| and |Δstate|, sharding=states, whole",

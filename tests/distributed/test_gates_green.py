@@ -14,7 +14,7 @@ SWEEPS = {
     4: ["TP fp32", "SP1 sp fp32", "MG fp32", "MG sp fp32"],
 }
 DATA_PARALLEL = {
-    2: ["T0 fp32", "T0 bf16", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32", "F3 bf16", "MW bf16"],
+    2: ["T0 fp32", "T0 bf16", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32", "F3 bf16", "MW bf16", "SR bf16"],
     4: ["T0 fp32", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32"],
 }
 
