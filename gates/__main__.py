@@ -59,18 +59,19 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
     ids = [name.upper() for name in args.ids] or list(IDS)
-    cases = sweep(ids, [args.nproc] if args.nproc else degrees(args.device), args.device)
+    processes = [args.nproc] if args.nproc else degrees(args.device)
+    cases = sweep(ids, processes, args.device)
     cases = [case for case in cases if args.dtype in (None, case.dtype)]
     if not cases:
-        raise ValueError(f"{', '.join(ids)} has nothing for {args.nproc} processes in {args.dtype or 'any dtype'}")
+        raise ValueError(f"{', '.join(ids)} has nothing for {processes[-1]} processes in {args.dtype or 'any dtype'}")
     return cases
 
 
 def degrees(device: str) -> list[int]:
-    """Processes that a bare command runs the gates with; on GPUs those of which there are enough, else one."""
-    if device == "cpu":
-        return DEGREES[device]
-    return [degree for degree in DEGREES[device] if degree <= torch.cuda.device_count()] or [1]
+    """Processes that a bare command runs the gates with; on one GPU one."""
+    if device == "cuda" and torch.cuda.device_count() == 1:
+        return [1]
+    return DEGREES[device]
 
 
 def job_options(args: argparse.Namespace) -> str:

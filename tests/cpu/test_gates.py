@@ -349,8 +349,8 @@ def worker(root, code: str) -> None:
     (root / "gates" / "worker.py").write_text(code + "\n")
 
 
-@pytest.mark.parametrize(("there", "processes"), [(0, [1]), (1, [1]), (2, [2]), (8, [2])])
-def test_a_bare_command_on_gpus_asks_for_no_more_than_there_are(monkeypatch, there, processes):
+@pytest.mark.parametrize(("there", "processes"), [(0, [2]), (1, [1]), (2, [2]), (8, [2])])
+def test_a_bare_command_on_one_gpu_asks_for_one(monkeypatch, there, processes):
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     assert cli.degrees("cuda") == processes
     assert cli.degrees("cpu") == [2, 4]
