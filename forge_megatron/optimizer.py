@@ -171,7 +171,8 @@ class ForgeOptimizer(Capturing):
             if p not in self.state and p.requires_grad:
                 self.state[p] = self.new_state(p, label)
         self.random.place(labels, self._group_of, self._formats)
-        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random, self.held)
+        local = None if self._sums is None else self._sums.local
+        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random, local)
         self._shards.connect(labels, self._parameters.slots, self.state)
         if self._shards.group_of:
             self._parameters.over_ranks = NormsOverRanks(self._parameters.all)

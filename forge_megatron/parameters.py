@@ -38,13 +38,12 @@ class Parameters:
         state: the optimizer's.
         labels: see above.
         random: the bits of the parameters that are rounded stochastically.
-        held: the part of a parameter whose states this rank has.
+        held: gives the part of a parameter whose states this rank has; None: all of it. No method of the optimizer,
+            which holds the parameters, and would then live until the collector finds both.
     """
 
-    def __init__(
-        self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits, held=lambda p: p
-    ):
-        self._local = held
+    def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits, held=None):
+        self._local = held or (lambda p: p)
         self._random = random
         self._formats = [_formats(group) for group in groups]
         self._groups = groups
