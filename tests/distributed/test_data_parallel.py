@@ -197,7 +197,7 @@ def inside_ddp():  # field log row 145
         DistributedDataParallel(model)(ids(0))
     optimizer.detach()
     sharded = Model()
-    forge.attach(sharded, lr=1e-2, process_group=dist.group.WORLD, sharding="states")
+    optimizer = forge.attach(sharded, lr=1e-2, process_group=dist.group.WORLD, sharding="states")
     with pytest.raises(NotImplementedError, match=r"sharding='states' inside DistributedDataParallel"):
         DistributedDataParallel(sharded)(ids(0))
 
@@ -295,8 +295,9 @@ def other_formats():
 @workers
 def copies():  # field log row 82
     model = Model()
-    forge.attach(model, lr=1e-2, process_group=dist.group.WORLD)
+    optimizer = forge.attach(model, lr=1e-2, process_group=dist.group.WORLD)
     twin = copy.deepcopy(model)
+    assert model.head.weight in optimizer.owned
     assert type(twin.head) is nn.Linear
     loss(twin, 0).backward()
     assert twin.head.weight.grad is not None
