@@ -15,8 +15,7 @@ LOSS, WEIGHTS, STATES = 5e-7, 2.0**-23, 2.0**-19
 
 def measure(case: Case) -> list[Reading]:
     # torch.distributed.fsdp is for the ranks: the command line need not wait for its import.
-    from gates.pair import relative_rms, weights_of
-    from gates.sharded import Arm, alone, loss_gap, parallel, worst_state_gap
+    from gates.sharded import Arm, alone, gaps, parallel
 
     readings = []
     arms = {"on arrival": Arm(), "waiting": Arm(micro_batches=2, clip=0.5)}
@@ -24,13 +23,7 @@ def measure(case: Case) -> list[Reading]:
         arms["replicated shards"] = Arm(replicas=2)
     for how, arm in arms.items():
         ours, reference = parallel(case, arm), alone(case, arm)
-        names = list(reference.weights)
-        gap = relative_rms([ours.weights[name] for name in names], weights_of(reference))
-        readings += [
-            Reading(f"loss gap, {how}", loss_gap(ours, reference), LOSS),
-            Reading(f"ΔW, {how}", gap, WEIGHTS),
-            Reading(f"Δstate, {how}", worst_state_gap(ours, reference), STATES),
-        ]
+        readings += gaps(how, ours, reference, losses=LOSS, weights=WEIGHTS, states=STATES)
     return readings
 
 

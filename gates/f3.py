@@ -14,15 +14,12 @@ LOSS, STATES = 2e-6, 2.0**-10
 
 
 def measure(case: Case) -> list[Reading]:
-    from gates.sharded import MASTERS, Arm, alone, loss_gap, parallel, worst_state_gap
+    from gates.sharded import MASTERS, Arm, alone, gaps, parallel
 
     readings = []
     for how, arm in {"on arrival": Arm(precision=MASTERS), "clipped": Arm(precision=MASTERS, clip=0.5)}.items():
         ours, reference = parallel(case, arm), alone(case, arm)
-        readings += [
-            Reading(f"loss gap, {how}", loss_gap(ours, reference), LOSS),
-            Reading(f"Δstate, {how}", worst_state_gap(ours, reference), STATES),
-        ]
+        readings += gaps(how, ours, reference, losses=LOSS, states=STATES)
     return readings
 
 

@@ -11,19 +11,13 @@ LOSS, WEIGHTS, STATES = 6e-7, 2.0**-23, 2.0**-19
 
 
 def measure(case: Case) -> list[Reading]:
-    from gates.pair import relative_rms, weights_of
-    from gates.sharded import MIXED, Arm, alone, loss_gap, parallel, worst_state_gap
+    from gates.sharded import MIXED, Arm, alone, gaps, parallel
 
     readings = []
     arms = {"on arrival": Arm(precision=MIXED), "waiting": Arm(precision=MIXED, micro_batches=2, clip=0.5)}
     for how, arm in arms.items():
         ours, reference = parallel(case, arm), alone(case, arm)
-        gap = relative_rms([ours.weights[name] for name in reference.weights], weights_of(reference))
-        readings += [
-            Reading(f"loss gap, {how}", loss_gap(ours, reference), LOSS),
-            Reading(f"ΔW, {how}", gap, WEIGHTS),
-            Reading(f"Δstate, {how}", worst_state_gap(ours, reference), STATES),
-        ]
+        readings += gaps(how, ours, reference, losses=LOSS, weights=WEIGHTS, states=STATES)
     return readings
 
 

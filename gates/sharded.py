@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import forge_megatron as forge
-from gates.gate import Case
-from gates.pair import ADAMW, STATES, STEPS, Run, device_of, relative_rms
+from gates.gate import Case, Reading
+from gates.pair import ADAMW, STATES, STEPS, Run, device_of, relative_rms, weights_of
 
 # Rows that no number of ranks divides, and a vector with fewer rows than there are ranks.
 VOCAB, WIDTH, INNER, SHORT = 30, 16, 37, 3
@@ -185,3 +185,14 @@ def worst_state_gap(ours: Run, reference: Run) -> float:
         relative_rms([ours.states[name][i]], [pair[i]]) for name, pair in reference.states.items() for i in range(2)
     ]
     return torch.tensor(gaps).max().item()
+
+
+def gaps(
+    how: str, ours: Run, reference: Run, *, losses: float, states: float, weights: float | None = None
+) -> list[Reading]:
+    """The readings of a run against the reference, with a bound for each kind; no bound of weights: not compared."""
+    readings = [Reading(f"loss gap, {how}", loss_gap(ours, reference), losses)]
+    if weights is not None:
+        gap = relative_rms([ours.weights[name] for name in reference.weights], weights_of(reference))
+        readings.append(Reading(f"ΔW, {how}", gap, weights))
+    return [*readings, Reading(f"Δstate, {how}", worst_state_gap(ours, reference), states)]

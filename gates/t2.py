@@ -15,18 +15,12 @@ LOSS, WEIGHTS, STATES = 6e-7, 2.0**-23, 2.0**-19
 
 def measure(case: Case) -> list[Reading]:
     from gates.data_parallel import HOWS, parallel
-    from gates.pair import relative_rms, weights_of
-    from gates.sharded import alone, loss_gap, worst_state_gap
+    from gates.sharded import alone, gaps
 
     readings = []
     for name, how in HOWS.items():
         ours, reference = parallel(case, how), alone(case, how.arm)
-        weights = relative_rms([ours.weights[key] for key in reference.weights], weights_of(reference))
-        readings += [
-            Reading(f"loss gap, {name}", loss_gap(ours, reference), LOSS),
-            Reading(f"ΔW, {name}", weights, WEIGHTS),
-            Reading(f"Δstate, {name}", worst_state_gap(ours, reference), STATES),
-        ]
+        readings += gaps(name, ours, reference, losses=LOSS, weights=WEIGHTS, states=STATES)
     return readings
 
 
