@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,3 +98,32 @@ def fits(name: str, shape: torch.Size) -> None:
         raise ValueError(
             f'{name} projects matrices, and this is {list(shape)}; give it a group with rule="adamw" and its own lr'
         )
+
+
+def low_rank(name: str, projection_for: Callable[[Mapping], Projection], check: Callable, **defaults) -> Rule:
+    """A rule that steps by Adam on a projection of the gradient.
+
+    Args:
+        projection_for: of a group.
+        check: as :class:`Rule`'s.
+        defaults: the rule's own, beside those that all of them have.
+    """
+    return Rule(
+        name=name,
+        regime="projected",
+        states=(),
+        statistics_for=lambda group, shape: statistics_for(projection_for(group), shape),
+        defaults={
+            "update_proj_gap": 200,
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "weight_decay": 0.0,
+            "correct_bias": True,
+            "maximize": False,
+            **defaults,
+        },
+        scalars=scalars,
+        check=check,
+        fits=lambda group, shape: fits(name, shape),
+        stages_for=lambda group: stages(projection_for(group)),
+    )

@@ -39,26 +39,7 @@ def projection_for(group: Mapping) -> Projection:
 
 
 def apollo(name: str, **defaults) -> Rule:
-    return Rule(
-        name=name,
-        regime="projected",
-        states=(),
-        statistics_for=lambda group, shape: shared.statistics_for(projection_for(group), shape),
-        defaults={
-            "update_proj_gap": 200,
-            "proj": "random",
-            "betas": (0.9, 0.999),
-            "eps": 1e-6,
-            "weight_decay": 0.0,
-            "correct_bias": True,
-            "maximize": False,
-            **defaults,
-        },
-        scalars=shared.scalars,
-        check=check,
-        fits=lambda group, shape: shared.fits(name, shape),
-        stages_for=lambda group: shared.stages(projection_for(group)),
-    )
+    return shared.low_rank(name, projection_for, check, proj="random", **defaults)
 
 
 register(apollo("apollo", rank=256, scale=1.0, scale_type="channel"))

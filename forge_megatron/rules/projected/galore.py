@@ -32,26 +32,8 @@ def projection_for(group: Mapping) -> Projection:
     return options(group["rank"], group["update_proj_gap"], group["proj"], float(group["scale"]))
 
 
-register(
-    Rule(
-        name="galore",
-        regime="projected",
-        states=(),
-        statistics_for=lambda group, shape: shared.statistics_for(projection_for(group), shape),
-        defaults={
-            "rank": 128,
-            "update_proj_gap": 200,
-            "scale": 0.25,
-            "proj": "range_finder",
-            "betas": (0.9, 0.999),
-            "eps": 1e-6,
-            "weight_decay": 0.0,
-            "correct_bias": True,
-            "maximize": False,
-        },
-        scalars=shared.scalars,
-        check=lambda rule, group: shared.check(rule, group, BASES),
-        fits=lambda group, shape: shared.fits("galore", shape),
-        stages_for=lambda group: shared.stages(projection_for(group)),
-    )
-)
+def check(rule: Rule, group: Mapping) -> None:
+    shared.check(rule, group, BASES)
+
+
+register(shared.low_rank("galore", projection_for, check, rank=128, scale=0.25, proj="range_finder"))
