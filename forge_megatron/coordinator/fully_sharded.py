@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_leaves
 from forge_megatron import kernels
 from forge_megatron.coordinator.shards import ShardGroup, expect_managed
 from forge_megatron.kernels import local
-from forge_megatron.linear.ledger import WAY_OUT, scaled_updates
+from forge_megatron.linear.ledger import (
+    failed_after_updates,
+    rolled_back_after_updates,
+    scaled_updates,
+    zeroed_after_updates,
+)
 from forge_megatron.linear.owned import in_backward, in_function_forward
 
 
@@ -167,10 +172,7 @@ class FullySharded:
             self._broken = None
             self._drop()
         elif self._broken is None:
-            raise RuntimeError(
-                f"zero_grad() after backward: {self.updated} has already been updated inside it; call step() "
-                "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
-            )
+            raise RuntimeError(zeroed_after_updates(self.updated))
 
     def roll_back(self, *, accept: bool) -> bool:
         """Drops everything that waits. Updates that have been made stay, and are an error unless accepted.
@@ -182,10 +184,7 @@ class FullySharded:
         if accept or not self._stepped:
             self.restored()
         elif self._broken is None:
-            self._broken = (
-                f"rolled back after backward had updated {len(self._stepped)} of {len(self.group_of)} weights (the "
-                f"first is {self.updated}), which cannot be taken back; {WAY_OUT}"
-            )
+            self._broken = rolled_back_after_updates(len(self._stepped), len(self.group_of), self.updated)
         return self._broken is None
 
     def restored(self) -> None:
@@ -343,10 +342,7 @@ class FullySharded:
             return
         self._tasks.clear()
         if self._stepped:
-            self._broken = (
-                f"the last backward failed after it had updated {len(self._stepped)} of {len(self.group_of)} weights "
-                f"(the first is {self.updated}); {WAY_OUT}"
-            )
+            self._broken = failed_after_updates(len(self._stepped), len(self.group_of), self.updated)
         else:
             self._broken = "the last backward failed; call zero_grad() to discard the window"
 

@@ -124,10 +124,7 @@ class Ledger:
             for task in failed:
                 owned.factors.drop_task(task)
         if stepped:
-            self._broken = (
-                f"the last backward failed after it had updated {len(stepped)} of {len(self.owned)} weights "
-                f"(the first is {stepped[0]}); {WAY_OUT}"
-            )
+            self._broken = failed_after_updates(len(stepped), len(self.owned), stepped[0])
         else:
             where = f" ({folded[0]} had already been accumulated)" if folded else ""
             self._broken = f"the last backward failed{where}; call zero_grad() to discard the window"
@@ -194,10 +191,7 @@ class Ledger:
             self._broken = None
             self.close_window()
         elif self._broken is None:
-            raise RuntimeError(
-                f"zero_grad() after backward: {stepped.name} has already been updated inside it; call step() "
-                "first, or give clip_grad_norm or accumulation_steps so that updates wait for step()"
-            )
+            raise RuntimeError(zeroed_after_updates(stepped.name))
 
     def roll_back(self, *, accept: bool) -> bool:
         """Drops everything that waits. Updates that have been made stay, and are an error unless accepted.
@@ -212,10 +206,7 @@ class Ledger:
         if accept or not (stepped or self._half_stepped):
             self.restored()
         elif self._broken is None:
-            self._broken = (
-                f"rolled back after backward had updated {len(stepped)} of {len(self.owned)} weights (the first is "
-                f"{stepped[0]}), which cannot be taken back; {WAY_OUT}"
-            )
+            self._broken = rolled_back_after_updates(len(stepped), len(self.owned), stepped[0])
         return self._broken is None
 
     def restored(self) -> None:
@@ -335,6 +326,27 @@ class Ledger:
             keep_apart([owned.factors for owned in ended.wanted], task)
         if ended is not None and ended.wanted and not ended.nested and not self.waits:
             self.now.finish()
+
+
+def zeroed_after_updates(updated: str) -> str:
+    """What ``zero_grad()`` says of a weight that backward has updated."""
+    return (
+        f"zero_grad() after backward: {updated} has already been updated inside it; call step() first, or give "
+        "clip_grad_norm or accumulation_steps so that updates wait for step()"
+    )
+
+
+def rolled_back_after_updates(count: int, of: int, first: str) -> str:
+    """What stays an error after ``rollback()``: ``count`` weights of ``of`` were updated before it."""
+    return (
+        f"rolled back after backward had updated {count} of {of} weights (the first is {first}), which cannot be "
+        f"taken back; {WAY_OUT}"
+    )
+
+
+def failed_after_updates(count: int, of: int, first: str) -> str:
+    """What stays an error after a backward that raised between two updates."""
+    return f"the last backward failed after it had updated {count} of {of} weights (the first is {first}); {WAY_OUT}"
 
 
 def scaled_updates(updated: str | None) -> str:
