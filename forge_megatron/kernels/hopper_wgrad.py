@@ -114,14 +114,7 @@ class _Launch:
         self.compiled = None
 
     def __call__(self, slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
-        positional = (
-            *operand_descriptors(segments, self.config),
-            *self.written,
-            slot.scalars,
-            multiplier,
-            self.partials,
-            self.config.group,
-        )
+        positional = positional_arguments(slot, segments, multiplier, self.partials, self.config, self.written)
         if self.compiled is None:
             keywords = constants(slot, segments, self.config)
             self.compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
@@ -134,15 +127,14 @@ class _Launch:
 
 def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:
     """The kernel's positional and keyword arguments, for a fitted ``config``."""
-    positional = (
-        *operand_descriptors(segments, config),
-        *written_descriptors(slot, config),
-        slot.scalars,
-        multiplier,
-        partials,
-        config.group,
-    )
+    written = written_descriptors(slot, config)
+    positional = positional_arguments(slot, segments, multiplier, partials, config, written)
     return positional, constants(slot, segments, config)
+
+
+def positional_arguments(slot: Slot, segments, multiplier, partials, config: Config, written: tuple) -> tuple:
+    """The kernel's positional arguments, with the descriptors of what it writes."""
+    return (*operand_descriptors(segments, config), *written, slot.scalars, multiplier, partials, config.group)
 
 
 def operand_descriptors(segments: Sequence[Segment], config: Config) -> tuple:
