@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -237,9 +236,9 @@ class Captured:
         optimizer._skips.held = True
         try:
             with optimizer._one_step():
-                function = partial(self._function, *args, **kwargs)
-                tables = kernels.table_bytes(optimizer.names)
-                made, replay = optimizer._graphs.record(lambda: _outside_autograd(function()), tables)
+                made, replay = optimizer._graphs.record(
+                    lambda: _outside_autograd(self._function(*args, **kwargs)), kernels.table_bytes(optimizer.names)
+                )
         except Exception as error:
             # Nothing has run on the device.
             optimizer.rollback(accept=True)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -44,11 +45,8 @@ def resume(out: Path, head: dict) -> dict:
     """What ``out`` has, if the same sources, versions and bench made it; otherwise a new file's content."""
     if out.exists():
         log = json.loads(out.read_text())
-        same = ("bench", "model")
-        if all(log.get(key) == head[key] for key in same) and (
-            log["provenance"]["source_sha256"] == head["provenance"]["source_sha256"]
-            and log["provenance"]["versions"] == head["provenance"]["versions"]
-        ):
+        same = ("source_sha256", "versions")
+        if log.get("bench") == head["bench"] and all(log["provenance"][key] == head["provenance"][key] for key in same):
             return log
     return {**head, "cells": {}}
 
@@ -72,10 +70,10 @@ def main(argv: list[str] | None = None) -> int:
         return IMPOSSIBLE
     out = options.out or spec.find_out(options.bench)
     out.parent.mkdir(parents=True, exist_ok=True)
-    whole = spec.order(bench, spec.cells(bench)[0])["bench"]
-    log = resume(out, {"bench": whole, "model": whole["model"], "provenance": provenance.describe()})
+    log = resume(out, {"bench": asdict(bench), "provenance": provenance.describe()})
     began = time.monotonic()
-    todo = [cell for cell in spec.cells(bench) if cell.key not in log["cells"]]
+    cells = spec.cells(bench)
+    todo = [cell for cell in cells if cell.key not in log["cells"]]
     console = Console()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cells", total=len(todo))
@@ -89,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(report.line(cell.key, answer), highlight=False, soft_wrap=True)
     console.print(report.table(log))
     report.plot(log, out.with_suffix(".png"))
-    left = [cell.key for cell in spec.cells(bench) if cell.key not in log["cells"]]
+    left = [cell for cell in cells if cell.key not in log["cells"]]
     if left:
         console.print(f"left out: {len(left)} cells; the same command runs them", highlight=False)
     bad = [key for key, answer in log["cells"].items() if {"failed", "refused", "left_out"} & answer.keys()]

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -216,7 +216,7 @@ def answer_to(message: dict) -> dict:
         return {**answer, "refused": f"parity {checked['distance']:.2e} above {PARITY_BOUND:.0e}: nothing is reported"}
     torch.cuda.empty_cache()
     try:
-        answer |= measure(bench, replace(cell))
+        answer |= measure(bench, cell)
     except torch.OutOfMemoryError as error:
         answer["out_of_memory"] = str(error).splitlines()[0]
     return {**answer, "gpus_before": before, "gpus_after": provenance.gpus()}
