@@ -2,7 +2,7 @@
 
 The launcher's own model, optimizers, schedule and step. Two runs: weights stepped inside backward, with nothing that
 has to wait; and waiting, with two micro-batches and clipping that is in force at every step. Catches what neither pair
-gate sees: norms, biases and embeddings beside owned weights, the learning-rate schedule, clipping, accumulation.
+gate sees: norms and biases beside owned weights, the learning-rate schedule, clipping, accumulation.
 """
 
 from __future__ import annotations

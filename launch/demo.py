@@ -135,7 +135,7 @@ def verdicts(arms: dict[str, Arm], unigram_bits: float) -> list[tuple[bool, str]
         ),
         (
             forge.gradient_bytes < standard.gradient_bytes,
-            f"gradient kept: {forge.gradient_bytes:,} bytes a rank with forge (embedding and norms), "
+            f"gradient kept: {forge.gradient_bytes:,} bytes a rank with forge (norms), "
             f"{standard.gradient_bytes:,} without",
         ),
     ]

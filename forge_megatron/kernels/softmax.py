@@ -11,6 +11,7 @@ import importlib
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .backend import resolve_backend
@@ -36,6 +37,14 @@ class Normaliser:
     def add(self, logits: Tensor, bias: Tensor | None, start: int) -> None:
         """Takes in ``logits [T, B]`` (fp32, of the rows from ``start`` on; may be overwritten) plus ``bias [B]``."""
         _module(logits, self.backend).add(self, logits, bias, start)
+
+    def all_reduce(self, group: dist.ProcessGroup) -> None:
+        """Takes in what the other ranks of ``group`` have of the vocabulary."""
+        own = self.maximum.clone()
+        dist.all_reduce(self.maximum, dist.ReduceOp.MAX, group=group)
+        sums = torch.stack([self.sum_exp * (own - self.maximum).exp(), self.picked, self.total])
+        dist.all_reduce(sums, group=group)
+        self.sum_exp, self.picked, self.total = sums
 
     def log_sum_exp(self) -> Tensor:
         """fp32 ``[T]``."""

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import nn
 
 from forge_megatron.linear.ownership import FUSABLE_DTYPES
-from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
+from forge_megatron.megatron.layers import (
+    ForgeColumnParallelLinear,
+    ForgeRowParallelLinear,
+    ForgeVocabParallelEmbedding,
+)
 
-_SWAP = {ColumnParallelLinear: ForgeColumnParallelLinear, RowParallelLinear: ForgeRowParallelLinear}
+_SWAP = {
+    ColumnParallelLinear: ForgeColumnParallelLinear,
+    RowParallelLinear: ForgeRowParallelLinear,
+    VocabParallelEmbedding: ForgeVocabParallelEmbedding,
+}
 _ATTRIBUTE = "forge_conversion"
 
 
@@ -75,8 +83,8 @@ def conversion_of(model: nn.Module) -> Conversion | None:
 def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
     """None if FORGE steps ``weight`` in the backward of ``module``."""
     if type(module) not in _SWAP and type(module) not in _SWAP.values():
-        return f"{type(module).__name__} is not a linear that FORGE knows"
-    if module.is_expert:
+        return f"{type(module).__name__} is not a linear or an embedding that FORGE knows"
+    if getattr(module, "is_expert", False):
         return "expert weight: the grouped step is not built yet"
     if type(weight) is not nn.Parameter:
         return f"the weight is a {type(weight).__name__}"
@@ -105,7 +113,7 @@ def _multiplied_weight(model: nn.Module, module: nn.Module) -> nn.Parameter | No
 
 
 def convert(model: nn.Module) -> Conversion:
-    """Swaps the classes of the model's Megatron linears in place, and says which weights FORGE can step.
+    """Swaps the classes of the model's Megatron linears and embedding in place, and says which weights FORGE can step.
 
     Nothing trains differently yet: a swapped linear is Megatron's until an optimizer owns its weight.
     Frozen weights (``requires_grad`` False) are left alone.
@@ -124,7 +132,7 @@ def convert(model: nn.Module) -> Conversion:
     by_identity = {id(p): names[name] for name, p in model.named_parameters()}
     conversion = Conversion()
     for module in model.modules():
-        if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        if not isinstance(module, tuple(_SWAP)):
             continue
         weight = _multiplied_weight(model, module)
         if weight is None or not weight.requires_grad:
@@ -139,6 +147,6 @@ def convert(model: nn.Module) -> Conversion:
         conversion.kept.pop(by_identity[id(weight)], None)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and names[name] not in conversion.owned:
-            conversion.kept.setdefault(names[name], "not the weight of a tensor-parallel linear")
+            conversion.kept.setdefault(names[name], "not the weight of a tensor-parallel linear or embedding")
     setattr(model, _ATTRIBUTE, conversion)
     return conversion

@@ -1,17 +1,22 @@
-"""Column- and row-parallel linears that step their weight inside backward.
+"""Column- and row-parallel linears, and the vocabulary-parallel embedding, that step their weight inside backward.
 
 Drop-ins for ``megatron.core.tensor_parallel``'s of megatron-core 0.16 to 0.19: same constructor, same
 forward, same parameters and checkpoint keys. Where the weight is not owned by a FORGE optimizer they are
-Megatron's own linears, call for call.
+Megatron's own modules, call for call.
 """
 
 from __future__ import annotations
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from forge_megatron.linear import owner_of
 from forge_megatron.megatron.function import owned_parallel_linear
+from forge_megatron.vocab import owned_embedding
 
 
 class _StepsInBackward:
@@ -45,3 +50,22 @@ class ForgeColumnParallelLinear(_StepsInBackward, ColumnParallelLinear):
 
 class ForgeRowParallelLinear(_StepsInBackward, RowParallelLinear):
     """``Y = Σ X_i A_iᵀ``; dY is whole on every rank, so the update is complete."""
+
+
+class ForgeVocabParallelEmbedding(VocabParallelEmbedding):
+    """This rank's rows are stepped from its tokens' ids and gradients; those of other ranks' rows are left out."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        if owner_of(self.weight) is None:
+            return super().forward(input_)
+        ids, outside = input_, None
+        if self.tp_group.size() > 1:
+            outside = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            ids = (input_ - self.vocab_start_index).masked_fill_(outside, 0)
+        embedded = owned_embedding(ids, self.weight, outside=outside)
+        if self.reduce_scatter_embeddings:
+            embedded = embedded.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
+        if self.tp_group.size() > 1:
+            return reduce_from_tensor_model_parallel_region(embedded, group=self.tp_group)
+        return embedded

@@ -7,6 +7,7 @@ the hidden states, with the old rows of the weight, and to the update of these r
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_megatron.kernels import without_autocast
@@ -21,11 +22,13 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, source, bias, weight: Tensor, targets: Tensor, loss: Loss, use: Use | None) -> Tensor:
+        head = Head(x, weight, bias, targets, loss)
         with without_autocast(x.device.type):
-            normaliser = Head(x, weight, bias, targets, loss).normalise()
+            normaliser = head.normalise()
         log_sum_exp = normaliser.log_sum_exp()
         losses = log_sum_exp - (1 - loss.label_smoothing) * normaliser.picked
-        losses = losses - loss.label_smoothing / weight.shape[0] * normaliser.total + loss.z_loss * log_sum_exp.square()
+        smoothed = loss.label_smoothing / head.vocabulary * normaliser.total
+        losses = losses - smoothed + loss.z_loss * log_sum_exp.square()
         ctx.weight, ctx.targets, ctx.loss, ctx.use, ctx.is_callers = weight, targets, loss, use, is_callers(x)
         # The source is saved so that autograd sees a write to it; an owned weight has a check of its own.
         ctx.save_for_backward(x, bias, log_sum_exp, source if use is None else None)
@@ -63,6 +66,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     backend: str = "auto",
+    tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), targets, ...)`` without the logits.
 
@@ -73,13 +77,16 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., H]``, fp32, bf16 or fp16; under autocast it is cast as ``F.linear`` casts it.
         weight: ``[V, H]``, or the head's module, whose bias is then used.
-        targets: int64 ``[...]``, below V.
+        targets: int64 ``[...]``, below V, or below ``V * tp_group.size()``.
         bias: ``[V]``.
         ignore_index: tokens with this target have no loss and no gradient.
         label_smoothing: as ``F.cross_entropy``'s, from 0 to 1.
         z_loss: adds ``z_loss * logsumexp²`` to the loss of each token (PaLM, section 5).
         reduction: ``"mean"`` over the tokens that have a loss (NaN if none has), ``"sum"`` or ``"none"``.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        tp_group: the ranks that share the vocabulary; each has V rows of it, in their order, and the same hidden
+            states and targets. As behind a column-parallel linear, each rank's gradient of ``hidden`` is a part,
+            to be all-reduced (or reduce-scattered, with sequence parallelism) by what made ``hidden``.
 
     Returns:
         fp32, 0-dim, or of the shape of ``targets`` for ``"none"``.
@@ -100,12 +107,12 @@ def linear_cross_entropy(
     elif dtype != weight.dtype:
         raise TypeError(f"hidden is {dtype} and the weight {weight.dtype}; cast one, or use autocast")
     tokens = targets.reshape(-1)
-    _check_targets(tokens, weight.shape[0], ignore_index)
+    loss = Loss(label_smoothing, z_loss, backend, tp_group)
+    _check_targets(tokens, weight.shape[0] * loss.ranks, ignore_index)
     # The caller may write the next batch to its targets; an ignored one is outside the vocabulary.
     tokens = tokens.masked_fill(tokens == ignore_index, -1)
     x = hidden.reshape(tokens.shape[0], weight.shape[1]).to(dtype).contiguous()
     use = open_use(weight)
-    loss = Loss(label_smoothing, z_loss, backend)
     losses = _TokenLosses.apply(x, weight if use is None else use.ticket, bias, weight.detach(), tokens, loss, use)
     if use is not None:
         use.bind(losses.grad_fn)

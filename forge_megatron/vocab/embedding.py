@@ -18,39 +18,48 @@ class OwnedEmbeddingFunction(torch.autograd.Function):
     """``E = W[ids]``, then ``(ids, dE)`` to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, ids: Tensor, ticket: Tensor | None, padding_idx: int | None, use: Use) -> Tensor:
+    def forward(
+        ctx, ids: Tensor, ticket: Tensor | None, padding_idx: int | None, outside: Tensor | None, use: Use
+    ) -> Tensor:
         ctx.use, ctx.padding_idx = use, padding_idx
         if ticket is not None:
-            ctx.save_for_backward(ids)
-        return F.embedding(ids, use.weight)
+            ctx.save_for_backward(ids, outside)
+        embedded = F.embedding(ids, use.weight)
+        return embedded if outside is None else embedded.masked_fill_(outside[..., None], 0.0)
 
     @staticmethod
     def backward(ctx, de: Tensor):
         use: Use = ctx.use
         if use.begin():
-            (ids,) = ctx.saved_tensors
+            ids, outside = ctx.saved_tensors
             # The next batch may be written to the caller's ids; these are a copy.
             rows = ids.reshape(-1).to(torch.int64, copy=True)
             if ctx.padding_idx is not None:
                 rows.masked_fill_(rows == ctx.padding_idx, -1)
+            if outside is not None:
+                rows.masked_fill_(outside.reshape(-1), -1)
             use.deliver(rows, de.reshape(rows.shape[0], de.shape[-1]))
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 @torch._disable_dynamo
-def owned_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+def owned_embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, outside: Tensor | None = None
+) -> Tensor:
     """``F.embedding(ids, weight, padding_idx)`` for an owned weight.
 
     Args:
         ids: int64 or int32, any shape.
         weight: ``[V, H]``, owned.
         padding_idx: at least 0; its row gets no gradient, and is decayed like every other.
+        outside: bool, of the shape of ``ids``: the tokens whose rows another rank has. They embed as zeros and
+            give no gradient, whatever id stands there.
 
     Returns:
         ``[*ids.shape, H]`` in the weight's dtype.
     """
     use = open_use(weight)
-    embedded = OwnedEmbeddingFunction.apply(ids, use.ticket, padding_idx, use)
+    embedded = OwnedEmbeddingFunction.apply(ids, use.ticket, padding_idx, outside, use)
     use.bind(embedded.grad_fn)
     return embedded
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from forge_megatron.kernels import FormedRows, Normaliser, logit_gradient
@@ -21,6 +22,15 @@ class Loss:
     label_smoothing: float
     z_loss: float
     backend: str
+    tp_group: dist.ProcessGroup | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.tp_group is None else self.tp_group.rank()
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,9 @@ class Head:
 
     Attributes:
         x: ``[T, H]``.
-        weight: ``[V, H]``, outside the graph.
+        weight: ``[V, H]``, this rank's rows of the vocabulary, outside the graph.
         bias: ``[V]`` or None, outside the graph.
-        targets: int64 ``[T]``, below 0 where there is none.
+        targets: int64 ``[T]``, in the whole vocabulary, below 0 where there is none.
     """
 
     x: Tensor
@@ -39,6 +49,15 @@ class Head:
     bias: Tensor | None
     targets: Tensor
     loss: Loss
+
+    @property
+    def vocabulary(self) -> int:
+        return self.weight.shape[0] * self.loss.ranks
+
+    @property
+    def rows_before(self) -> int:
+        """Of the vocabulary, on the ranks before this one."""
+        return self.weight.shape[0] * self.loss.rank
 
     @property
     def block(self) -> int:
@@ -56,7 +75,9 @@ class Head:
     def normalise(self) -> Normaliser:
         normaliser = Normaliser(self.targets, self.loss.backend)
         for rows in self.blocks():
-            normaliser.add(*self.logits(rows), rows.start)
+            normaliser.add(*self.logits(rows), self.rows_before + rows.start)
+        if self.loss.ranks > 1:
+            normaliser.all_reduce(self.loss.tp_group)
         return normaliser
 
 
@@ -119,8 +140,8 @@ class LogitGradient(FormedRows):
             head.targets,
             self._log_sum_exp,
             self._upstream,
-            rows.start,
-            vocabulary=self.shape[1],
+            head.rows_before + rows.start,
+            vocabulary=head.vocabulary,
             label_smoothing=head.loss.label_smoothing,
             z_loss=head.loss.z_loss,
             dtype=head.x.dtype,
@@ -143,6 +164,8 @@ class LogitGradient(FormedRows):
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """``dX [T, H]`` in x's dtype and ``dbias [V]`` in the bias's, where they are wanted.
+
+        Of this rank's rows: where ranks share the vocabulary, dX is the sum of theirs.
 
         To be called before the weight is written, by anybody but the pass over these rows.
         """

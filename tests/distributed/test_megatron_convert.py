@@ -44,14 +44,15 @@ def _taken() -> dict:
     return found
 
 
-def test_every_tensor_parallel_linear_is_taken(results):
+def test_every_tensor_parallel_linear_and_the_embedding_are_taken(results):
     linears = {f"decoder.layers.{layer}.{linear}.weight" for layer in range(2) for linear in LINEARS}
     for found in results["_taken"]:
-        assert found[False]["owned"] == linears | {"output_layer.weight"}
-        assert found[True]["owned"] == linears | {"embedding.word_embeddings.weight"}
+        embedding = "embedding.word_embeddings.weight"
+        assert found[False]["owned"] == linears | {"output_layer.weight", embedding}
+        assert found[True]["owned"] == linears | {embedding}
         for one in found.values():
             assert set(one["kept"]) == one["names"] - one["owned"]
-            assert set(one["kept"].values()) == {"not the weight of a tensor-parallel linear"}
+            assert set(one["kept"].values()) == {"not the weight of a tensor-parallel linear or embedding"}
             assert one["same"]
             assert one["again"]
 
@@ -78,7 +79,7 @@ def _reasons() -> dict:
 def test_a_weight_that_is_left_has_a_reason(results):
     for kept in results["_reasons"]:
         said = [kept[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(4)]
-        assert "Own is not a linear that FORGE knows" in said[0]
+        assert "Own is not a linear or an embedding that FORGE knows" in said[0]
         assert "expert" in said[1]
         assert "mtp" in said[2]
         assert "hook" in said[3]

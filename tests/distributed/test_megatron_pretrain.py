@@ -80,7 +80,7 @@ def test_pretrain_with_forge_is_pretrain_without(tmp_path):
     theirs = _pretrain(tmp_path / "theirs", *iterations)
     ours = _pretrain(tmp_path / "ours", *iterations, "--use-forge")
     assert theirs["owned"] == 0
-    assert ours["owned"] == 9
+    assert ours["owned"] == 10
     assert len(ours["losses"]) == STEPS
     assert ours["losses"][-1] < ours["losses"][0] - 1
     assert _gap(theirs["losses"], ours["losses"]) <= 2e-6

@@ -33,6 +33,7 @@ def test_two_shards_have_the_bits_of_the_whole():
         "linear_fc1",
         "linear_fc2",
         "output_layer",
+        "word_embeddings",
     }
     for name, bits in whole.items():
         parts = first[name], second[name]

@@ -205,4 +205,4 @@ def test_experts_stay_with_megatrons_optimizer(results):
         assert gap(theirs["losses"], ours["losses"]) <= LOSS
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
         attention = {f"decoder.layers.{i}.self_attention.{kind}.weight" for i in (0, 1) for kind in ATTENTION}
-        assert owned == attention | {"output_layer.weight"}
+        assert owned == attention | {"embedding.word_embeddings.weight", "output_layer.weight"}
