@@ -84,6 +84,7 @@ class Optimizer:
     recipe: str | None = None  # state format and weight store, see forge_megatron.formats
     backend: str = "auto"
     update: str = "auto"  # in backward unless something must wait; or backward, step
+    fused_head: bool = False  # head and loss in one with forge: the logits never exist whole
     lr: float = MISSING
     min_lr: float = 0.0
     beta1: float = 0.9

@@ -50,7 +50,7 @@ def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
     from forge_megatron import megatron as forge
 
     o = recipe.optimizer
-    forge.prepare([model], ddp, config)
+    forge.prepare([model], ddp, config, fused_head=o.fused_head)
     chunks = [DistributedDataParallel(model.config, ddp, model)]
     return chunks, forge.get_forge_optimizer(
         config,

@@ -45,6 +45,11 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
         default="auto",
         help="the kernels; auto is triton on a GPU",
     )
+    group.add_argument(
+        "--forge-fused-head",
+        action="store_true",
+        help="output layer and loss in one, by blocks of the vocabulary: the logits never exist whole",
+    )
     group.add_argument("--forge-seed", type=int, default=0, help="of stochastic rounding (sr-store)")
     return parser
 

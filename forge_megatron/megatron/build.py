@@ -21,6 +21,7 @@ from forge_megatron.formats import RECIPES
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
+from forge_megatron.megatron.head import fuse, models_with_head
 from forge_megatron.megatron.matrices import expect_whole_matrices, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
@@ -57,7 +58,7 @@ class ForgeOptions:
             raise ValueError(f"update={self.update!r} is unknown; use one of {', '.join(_UPDATES)}")
 
 
-def prepare(model_chunks: Iterable[nn.Module], *further_configs: object) -> list[Conversion]:
+def prepare(model_chunks: Iterable[nn.Module], *further_configs: object, fused_head: bool = False) -> list[Conversion]:
     """Swaps the linears' classes and keeps the owned weights out of the gradient buffers to come.
 
     Call it on the built model, before Float16Module, DDP and the optimizer. Changes nothing if it raises.
@@ -65,6 +66,8 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object) -> list
     Args:
         model_chunks: the model, one chunk a virtual pipeline stage.
         further_configs: DistributedDataParallelConfig and OptimizerConfig, where they are known already.
+        fused_head: the loss forms the logits by blocks of the vocabulary, so that neither they nor the head's
+            gradient exist whole; a model that is called without labels returns its logits as always.
 
     Raises:
         NotImplementedError: a switch that is not built, by name.
@@ -72,6 +75,7 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object) -> list
     """
     model_chunks = list(model_chunks)
     check(_facts(model_chunks, *further_configs))
+    heads = models_with_head(model_chunks) if fused_head else []
     conversions = [convert(chunk) for chunk in model_chunks]
     if not any(conversion.owned for conversion in conversions):
         reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
@@ -79,6 +83,8 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object) -> list
             f"FORGE found no weight that it can step ({'; '.join(sorted(reasons))}); "
             "with Transformer Engine, build the model from forge_megatron.megatron.spec"
         )
+    for model in heads:
+        fuse(model)
     for conversion in conversions:
         conversion.exclude()
     return conversions

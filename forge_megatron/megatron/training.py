@@ -45,7 +45,7 @@ def forge_pretrain_hooks(args: Namespace, *, model_config: Any) -> None:
         model_config.transformer_layer_spec = transformer_engine_layer_spec
 
     def convert(chunks: list[nn.Module]) -> list[nn.Module]:
-        prepare(chunks, args)
+        prepare(chunks, args, fused_head=args.forge_fused_head)
         return chunks
 
     model_config.pre_wrap_hooks = [*model_config.pre_wrap_hooks, convert]
@@ -64,7 +64,7 @@ def forge_model_provider(model_provider: Callable[..., nn.Module]) -> Callable[.
         model = model_provider(*positional, **keywords)
         args = get_args()
         if args.use_forge:
-            prepare([model], args)
+            prepare([model], args, fused_head=args.forge_fused_head)
             _step_owned_weights(args)
         return model
 

@@ -73,6 +73,11 @@ def test_a_good_recipe_passes(load):
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
+        (
+            ["optimizer.use_forge=false", "optimizer.fused_head=true"],
+            "optimizer.fused_head",
+            "needs optimizer.use_forge",
+        ),
         (["model.dtype=bf16"], "optimizer.clip_grad", "fp32-master"),
     ],
 )

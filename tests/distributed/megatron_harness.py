@@ -60,6 +60,7 @@ class Case:
     Attributes:
         forge: None for Megatron's own optimizer, else the keyword arguments of ForgeOptions.
         model, optimizer, ddp: further fields of the three Megatron configs.
+        fused_head: with FORGE, output layer and loss are one.
         tied: head and embedding share their weight.
     """
 
@@ -70,6 +71,7 @@ class Case:
     sequence_parallel: bool = False
     tied: bool = False
     forge: dict[str, Any] | None = None
+    fused_head: bool = False
     dtype: torch.dtype = torch.float32
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +187,7 @@ class Run:
         if case.forge is not None:
             from forge_megatron.megatron import ForgeOptions, get_forge_optimizer, prepare
 
-            prepare([self.model], ddp_config, optimizer_config)
+            prepare([self.model], ddp_config, optimizer_config, fused_head=case.fused_head)
         module = self.model if case.dtype is torch.float32 else Float16Module(config, self.model)
         self.chunk = DistributedDataParallel(config, ddp_config, module)
         if case.forge is not None:

@@ -86,6 +86,8 @@ def test_pretrain_with_forge_is_pretrain_without(tmp_path):
     assert _gap(theirs["losses"], ours["losses"]) <= 2e-6
     assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
     assert ours["skipped"] == 0
+    fused = _pretrain(tmp_path / "fused", *iterations, "--use-forge", "--forge-fused-head")
+    assert _gap(theirs["losses"], fused["losses"]) <= 2e-6
 
 
 @needs_training

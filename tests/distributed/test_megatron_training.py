@@ -56,6 +56,11 @@ CASES = {
     "recompute layernorm, clip off": Case(
         clip=0.0, model={"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     ),
+    "fused head": Case(clip=0.0, fused_head=True),
+    "fused head, sequence_parallel, micro-batches, clipped": Case(
+        sequence_parallel=True, micro_batches=2, clip=TIGHT_CLIP, fused_head=True
+    ),
+    "fused head, tied": Case(tied=True, sequence_parallel=True, clip=0.0, fused_head=True),
     "grouped query attention": Case(model={"num_query_groups": 2}),
     "swiglu, no bias, RMSNorm": Case(
         clip=0.0,
