@@ -11,6 +11,7 @@ Nothing here records autograd history, bumps a version counter or synchronises w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from . import fused, regimes, staged
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
-from .choice import choose_for
 from .entrance import entrance
 from .lookups import is_lookup
 from .shard import local, local_slot
@@ -56,12 +56,9 @@ def wgrad_step(
         with measured((slot,)):
             _step_blocks(slot, segments, accumulator, multiplier, backend)
         return
-    chosen = _checked_choice(slot, segments, accumulator, backend)
+    launch = _checked_launch(slot, segments, accumulator, multiplier, backend)
     with measured((slot,)):
-        if chosen is None:
-            regimes.wgrad_step(slot, segments, accumulator, multiplier, backend)
-        else:
-            fused.launch(chosen, slot, segments, accumulator, multiplier)
+        launch(slot, segments, accumulator, multiplier)
 
 
 @entrance
@@ -85,7 +82,7 @@ def wgrad_steps(
     for slot, factors, accumulator, multiplier in zip(slots, segments, accumulators, multipliers, strict=True):
         check_slot(slot)
         check_multiplier(slot.name, multiplier, slot.weight.device)
-        _checked_choice(slot, factors, accumulator, backend)
+        _checked_launch(slot, factors, accumulator, multiplier, backend)
     with measured(slots):
         staged.wgrad_steps(slots, segments, accumulators, multipliers, backend)
 
@@ -244,15 +241,21 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
 REMEMBERED = 64
 
 
-def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str | None:
-    """The kernel for these operands; they are checked where a slot has not met their layout before.
-
-    None for a rule in stages, each of which has a choice of its own.
-    """
-    operands = tuple(layout(tensor) for segment in segments for tensor in segment)
-    key = (operands, None if accumulator is None else layout(accumulator), backend)
-    if key in slot.memo:
-        return slot.memo[key]
+def _checked_launch(
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> fused.Launch:
+    """What steps ``slot`` from such operands; they are checked where it has not met their layout before."""
+    key = (
+        backend,
+        slot.rule,
+        slot.norm_sq is None,
+        None if accumulator is None else layout(accumulator),
+        None if multiplier is None else multiplier.data_ptr() % 16,
+        *(layout(tensor) for segment in segments for tensor in segment),
+    )
+    launch = slot.memo.get(key)
+    if launch is not None:
+        return launch
     weight = slot.weight
     resolve_backend(weight.device, backend)
     if weight.dim() != 2:
@@ -262,8 +265,12 @@ def _checked_choice(slot: Slot, segments: Sequence[Segment], accumulator: Tensor
         check_accumulator(slot.name, accumulator, weight.shape, weight.device)
     if len(slot.memo) >= REMEMBERED:
         slot.memo.clear()
-    slot.memo[key] = choose_for(slot, segments, accumulator, backend) if slot.rule.stages is None else None
-    return slot.memo[key]
+    if slot.rule.stages is None:
+        launch = fused.launch(slot, segments, accumulator, multiplier, backend)
+    else:
+        launch = functools.partial(regimes.wgrad_step, backend=backend)
+    slot.memo[key] = launch
+    return launch
 
 
 def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size | None) -> torch.Size:

@@ -75,16 +75,16 @@ def is_hopper(device: torch.device) -> bool:
 def has_gluon() -> bool:
     """Whether the installed Triton compiles the Hopper kernel: Gluon is never interpreted."""
     first, end = GLUON_VERSIONS
-    return first <= _triton_version() < end
+    return first <= triton_version() < end
 
 
 def has_tried_gluon() -> bool:
     """Whether the Hopper kernel has been run on a GPU with the installed Triton."""
-    return _triton_version() in RUN_ON_GPU
+    return triton_version() in RUN_ON_GPU
 
 
 @functools.cache
-def _triton_version() -> tuple[int, ...]:
+def triton_version() -> tuple[int, ...]:
     """``(major, minor)``; ``(0,)`` where Triton is not installed or is the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return (0,)

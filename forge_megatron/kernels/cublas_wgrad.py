@@ -9,7 +9,7 @@ captured graph keeps it in its own pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -87,6 +87,11 @@ def dense_step_kernel(
     for index in tl.static_range(len(states)):
         stored = stored + (states[index] + offset,)
     step_coordinates(g, inside, weight + offset, master, stored, blocks, has_block, h, bits, UPDATE, CODES)
+
+
+def launch(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> Callable[..., None]:
+    """As :func:`fused.launch`, for operands that :func:`supports` has taken."""
+    return lambda slot, segments, _, multiplier: wgrad_step(slot, segments, multiplier)
 
 
 def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -13,6 +13,9 @@ from .backend import WGRAD_ONLY, resolve_backend
 from .choice import choose_for
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
+
+#: ``launch(slot, segments, accumulator, multiplier)``
+Launch = Callable[[Slot, Sequence[Segment], Tensor | None, Tensor | None], None]
 
 
 def wgrad_step(
@@ -32,17 +35,17 @@ def wgrad_step(
         module = _module(resolve_backend(slot.weight.device, backend), "wgrad")
         module.wgrad_step(slot, segments, accumulator, multiplier, channels)
         return
-    launch(choose_for(slot, segments, accumulator, backend), slot, segments, accumulator, multiplier)
+    launch(slot, segments, accumulator, multiplier, backend)(slot, segments, accumulator, multiplier)
 
 
 def launch(
-    chosen: str, slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None
-) -> None:
-    """As :func:`wgrad_step`, by the kernel of this name."""
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> Launch:
+    """What :func:`wgrad_step` calls with the same operands, and with others of the same layout."""
+    chosen = choose_for(slot, segments, accumulator, backend)
     if chosen in WGRAD_ONLY:
-        importlib.import_module(f".{chosen}_wgrad", __package__).wgrad_step(slot, segments, multiplier)
-    else:
-        _module(chosen, "wgrad").wgrad_step(slot, segments, accumulator, multiplier)
+        return importlib.import_module(f".{chosen}_wgrad", __package__).launch(slot, segments, multiplier)
+    return _module(chosen, "wgrad").wgrad_step
 
 
 def wgrad_norm_sq(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..formats import state_format_of
 from .hopper_config import CONFIGS, Config, choose_config, fit
 from .hopper_kernel import hopper_wgrad_step_kernel
 from .norms import add_up
+from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_language import TL_DTYPES, compiled_update
 from .triton_wgrad import MAX_SEGMENTS, merge_segments
@@ -83,24 +84,29 @@ def wgrad_step(
     Args:
         config: instead of the table's, for measurements.
     """
-    segments = merge_segments(_with_tokens(segments))
+    launch(slot, segments, multiplier, config)(slot, segments, None, multiplier)
+
+
+def launch(
+    slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None, config: Config | None = None
+) -> Callable[..., None]:
+    """As :func:`fused.launch`, for operands that :func:`supports` has taken."""
+    used = _used(segments)
     if config is None:
-        tokens = sum(dy.shape[0] for dy, _ in segments)
+        tokens = sum(dy.shape[0] for dy, _ in used)
         config = CONFIGS[choose_config(*slot.weight.shape, tokens, slot.element_bytes)]
     scaled = None if multiplier is None else multiplier.data_ptr() % 16
-    key = (config, slot.rule, slot.norm_sq is None, len(segments), segments[0][0].dtype, scaled)
-    launch = slot.memo.get(key)
-    if launch is None:
-        launch = slot.memo[key] = _Launch(slot, config)
-    launch(slot, segments, multiplier)
+    key = (config, slot.rule, slot.norm_sq is None, len(used), used[0][0].dtype, scaled)
+    known = slot.memo.get(key)
+    if known is None:
+        known = slot.memo[key] = _Launch(slot, config)
+    if len(used) == len(segments):
+        return known
+    return lambda slot, segments, _, multiplier: known(slot, _used(segments), None, multiplier)
 
 
 class _Launch:
-    """The kernel, bound to one weight and one kind of operands, which alone change from call to call.
-
-    A small model's step is as long as the host takes to launch it, and Triton's own look at twenty arguments is a
-    third of that: after the first call the compiled kernel is launched itself.
-    """
+    """The kernel, bound to one weight and one kind of operands, which alone change from call to call."""
 
     def __init__(self, slot: Slot, config: Config):
         self.config = fitted(config, slot)
@@ -109,32 +115,35 @@ class _Launch:
         if slot.norm_sq is not None:
             count = tiles * (1 if config.pingpong else 2)
             self.partials = torch.empty(count, dtype=torch.float32, device=slot.weight.device)
-        self.written = written_descriptors(slot, self.config)
         self.grid = (min(tiles, _processors(slot.weight.device)), 1, 1)
-        self.compiled = None
+        self.prepared = None
 
-    def __call__(self, slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
-        positional = positional_arguments(slot, segments, multiplier, self.partials, self.config, self.written)
-        if self.compiled is None:
-            keywords = constants(slot, segments, self.config)
-            self.compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
-            self.constants = tuple(keywords[name] for name in hopper_wgrad_step_kernel.arg_names[len(positional) :])
+    def __call__(self, slot: Slot, segments: Sequence[Segment], _, multiplier: Tensor | None) -> None:
+        if self.prepared is None:
+            self._first(slot, segments, multiplier)
         else:
-            self.compiled[self.grid](*positional, *self.constants)
+            changing = [_describe(dy, self.config.block_t, 64) for dy, _ in segments]
+            changing += [_describe(x, self.config.block_t, self.config.block_i) for _, x in segments]
+            changing += () if multiplier is None else (multiplier,)
+            self.prepared(*changing)
         if self.partials is not None:
             add_up(slot.norm_sq, self.partials, slot.late_norms)
+
+    def _first(self, slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
+        positional, keywords = arguments(slot, segments, multiplier, self.partials, self.config)
+        compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
+        names = hopper_wgrad_step_kernel.arg_names
+        constant = [keywords[name] for name in names[len(positional) :]]
+        changing = [*range(len(segments)), *range(MAX_SEGMENTS, MAX_SEGMENTS + len(segments))]
+        changing += [] if multiplier is None else [names.index("multiplier")]
+        self.prepared = prepare(compiled, self.grid, [*positional, *constant], changing)
 
 
 def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:
     """The kernel's positional and keyword arguments, for a fitted ``config``."""
-    written = written_descriptors(slot, config)
-    positional = positional_arguments(slot, segments, multiplier, partials, config, written)
+    operands, written = operand_descriptors(segments, config), written_descriptors(slot, config)
+    positional = (*operands, *written, slot.scalars, multiplier, partials, config.group)
     return positional, constants(slot, segments, config)
-
-
-def positional_arguments(slot: Slot, segments, multiplier, partials, config: Config, written: tuple) -> tuple:
-    """The kernel's positional arguments, with the descriptors of what it writes."""
-    return (*operand_descriptors(segments, config), *written, slot.scalars, multiplier, partials, config.group)
 
 
 def operand_descriptors(segments: Sequence[Segment], config: Config) -> tuple:
@@ -173,6 +182,11 @@ def constants(slot: Slot, segments: Sequence[Segment], config: Config) -> dict:
         "num_warps": 4,
         "maxnreg": MAXNREG,
     }
+
+
+def _used(segments: Sequence[Segment]) -> list[Segment]:
+    """Those with tokens, no more than the kernel has room for."""
+    return merge_segments(_with_tokens(segments))
 
 
 def _with_tokens(segments: Sequence[Segment]) -> list[Segment]:

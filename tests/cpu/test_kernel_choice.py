@@ -11,7 +11,7 @@ from forge_megatron.kernels.hopper_config import CONFIGS, choose_config
 
 def clear():
     backends.is_hopper.cache_clear()
-    backends._triton_version.cache_clear()
+    backends.triton_version.cache_clear()
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_aligned_16_bit_launches_use_the_tensor_cores_and_store_vectors(compiled
 
 def expect_gluon(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(backend, "_triton_version", backend._triton_version.__wrapped__)
+    monkeypatch.setattr(backend, "triton_version", backend.triton_version.__wrapped__)
     if not backend.has_gluon():
         pytest.skip("NOT RUN: this Triton's Gluon does not compile the Hopper kernel")
 
