@@ -46,6 +46,8 @@ setup(
             "torchao>=0.14",
             "galore-torch>=1",
             "apollo-torch>=1",
+            "lomo-optim>=0.1.1",
+            "pytorch_optimizer>=4.1",
         ],
         "test": [
             "pytest>=8",

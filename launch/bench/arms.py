@@ -1,148 +1,85 @@
-"""The arms: each makes a model trainable and returns what is stepped. One function, one arm."""
+"""The arms of one GPU, and the register of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 import forge_megatron as forge
+from launch.bench import parallel_arms, peers, rule_arms
+from launch.bench.arm import Arm, InBackward, Settings
 
-BETAS, EPS = (0.9, 0.999), 1e-8
-
-
-class InBackward:
-    """Steps in hooks that have already run; what is left for the loop is nothing."""
-
-    def step(self) -> None:
-        pass
-
-    def zero_grad(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to train.
-
-    Attributes:
-        attach: ``(model, lr, weight_decay) -> optimizer`` with ``step`` and ``zero_grad``.
-        exact: its update is ``torch.optim.AdamW``'s; otherwise its distance from it is reported, not bounded.
-        package: what must be installed, as pip names it; None: torch alone.
-        captured: the whole step is one CUDA graph.
-        fused_head: the loss is taken by blocks of the vocabulary, without logits.
-    """
-
-    attach: Callable
-    exact: bool = True
-    package: str | None = None
-    captured: bool = False
-    fused_head: bool = False
-
-
-def _hyperparameters(lr: float, weight_decay: float) -> dict:
-    return {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": weight_decay}
+CLIP, MICRO_BATCHES = 1.0, 4
 
 
 def _torch(**how) -> Callable:
-    return lambda model, lr, weight_decay: torch.optim.AdamW(
-        model.parameters(), **_hyperparameters(lr, weight_decay), **how
-    )
+    return lambda model, settings: torch.optim.AdamW(model.parameters(), **settings.adamw, **how)
 
 
 def _forge(**how) -> Callable:
-    return lambda model, lr, weight_decay: forge.attach(model, "adamw", **_hyperparameters(lr, weight_decay), **how)
+    return lambda model, settings: forge.attach(model, "adamw", **settings.adamw, **how)
 
 
-def fused_in_backward(model: nn.Module, lr: float, weight_decay: float) -> InBackward:
+def fused_in_backward(model: nn.Module, settings: Settings) -> InBackward:
     """torch's own recipe: an optimizer a parameter, stepped by its post-accumulate hook."""
+    optimizers = []
     for p in model.parameters():
-        optimizer = torch.optim.AdamW([p], **_hyperparameters(lr, weight_decay), fused=True)
+        optimizer = torch.optim.AdamW([p], **settings.adamw, fused=True)
 
         def step(parameter, optimizer=optimizer):
             optimizer.step()
             optimizer.zero_grad()
 
         p.register_post_accumulate_grad_hook(step)
-    return InBackward()
+        optimizers.append(optimizer)
+    return InBackward(*optimizers)
 
 
-def optimi_release(model: nn.Module, lr: float, weight_decay: float):
-    from optimi import AdamW, prepare_for_gradient_release
-
-    # Kahan summation is another weight store than nearest.
-    optimizer = AdamW(model.parameters(), **_hyperparameters(lr, weight_decay), gradient_release=True, kahan_sum=False)
-    prepare_for_gradient_release(model, optimizer)
-    return optimizer
+def _captured(arm: Arm, against: str | None = None) -> Arm:
+    return replace(arm, captured=True, against=against)
 
 
-def flashoptim_release(model: nn.Module, lr: float, weight_decay: float) -> InBackward:
-    from flashoptim import FlashAdamW, enable_gradient_release
-
-    optimizer = FlashAdamW(
-        model.parameters(), **_hyperparameters(lr, weight_decay), quantize=False, master_weight_bits=None
-    )
-    handle = enable_gradient_release(model, optimizer)
-    released = InBackward()
-    released.keep = (optimizer, handle)
-    return released
-
-
-def bitsandbytes_8bit(model: nn.Module, lr: float, weight_decay: float):
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(model.parameters(), **_hyperparameters(lr, weight_decay))
-
-
-def torchao_8bit(model: nn.Module, lr: float, weight_decay: float):
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(model.parameters(), **_hyperparameters(lr, weight_decay))
-
-
-def _low_rank(model: nn.Module, **group) -> list[dict]:
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "layers" in name]
-    chosen = set(matrices)
-    others = [p for p in model.parameters() if p not in chosen]
-    return [{"params": others}, {"params": matrices, **group}]
-
-
-def galore(model: nn.Module, lr: float, weight_decay: float):
-    from galore_torch import GaLoreAdamW
-
-    groups = _low_rank(model, rank=128, update_proj_gap=200, scale=0.25, proj_type="std")
-    return GaLoreAdamW(groups, lr=lr, betas=BETAS, eps=EPS, weight_decay=weight_decay)
+def _single() -> dict[str, Arm]:
+    foreach, fused = Arm(_torch(foreach=True)), Arm(_torch(fused=True))
+    # A captured optimizer reads its step count on the device.
+    for_capture = Arm(_torch(fused=True, capturable=True))
+    whole, head = Arm(_forge()), Arm(_forge(), fused_head=True)
+    clipped = {"clip": CLIP, "judge": "adamw-foreach-clip", "against": "adamw-fused-clip"}
+    # FORGE clips by itself: the loop must not.
+    clipped_in_step = Arm(_forge(clip_grad_norm=CLIP), judge="adamw-foreach-clip", against="adamw-fused-clip")
+    summed = {"micro_batches": MICRO_BATCHES, "judge": "adamw-foreach-micro", "against": "adamw-fused-micro"}
+    summed_here = Arm(_forge(accumulation_steps=MICRO_BATCHES), **summed)
+    return {
+        "adamw-foreach": foreach,
+        "adamw-fused": fused,
+        "adamw-fused-captured": _captured(for_capture),
+        "adamw-fused-in-backward": Arm(fused_in_backward),
+        "forge": whole,
+        "forge-captured": _captured(whole),
+        "forge-head": head,
+        "forge-head-captured": _captured(head),
+        "forge-int8": Arm(_forge(state_format="int8"), bound=None),
+        "forge-int8-captured": Arm(_forge(state_format="int8"), bound=None, captured=True),
+        "forge-fp8": Arm(_forge(state_format="fp8"), bound=None),
+        "adamw-foreach-clip": replace(foreach, **clipped),
+        "adamw-fused-clip": replace(fused, **clipped),
+        "adamw-fused-clip-captured": _captured(replace(for_capture, **clipped), "adamw-fused-clip-captured"),
+        "forge-clip": clipped_in_step,
+        "forge-clip-captured": _captured(clipped_in_step, "adamw-fused-clip-captured"),
+        "adamw-foreach-micro": replace(foreach, **summed),
+        "adamw-fused-micro": replace(fused, **summed),
+        "adamw-fused-micro-captured": _captured(replace(for_capture, **summed), "adamw-fused-micro-captured"),
+        "forge-micro": summed_here,
+        "forge-micro-captured": _captured(summed_here, "adamw-fused-micro-captured"),
+    }
 
 
-def apollo(model: nn.Module, lr: float, weight_decay: float):
-    from apollo_torch import APOLLOAdamW
+ARMS: dict[str, Arm] = {**_single(), **peers.ARMS, **rule_arms.arms(), **parallel_arms.ARMS}
 
-    group = {"rank": 256, "proj": "random", "scale_type": "channel", "scale": 1.0}
-    groups = _low_rank(model, **group, update_proj_gap=200, proj_type="std")
-    return APOLLOAdamW(groups, lr=lr, betas=BETAS, eps=EPS, weight_decay=weight_decay)
-
-
-ARMS: dict[str, Arm] = {
-    "adamw-foreach": Arm(_torch(foreach=True)),
-    "adamw-fused": Arm(_torch(fused=True)),
-    "adamw-fused-captured": Arm(_torch(fused=True, capturable=True), captured=True),
-    "adamw-fused-in-backward": Arm(fused_in_backward),
-    "optimi": Arm(optimi_release, package="torch-optimi"),
-    "flashoptim": Arm(flashoptim_release, package="flashoptim"),
-    "bitsandbytes-8bit": Arm(bitsandbytes_8bit, exact=False, package="bitsandbytes"),
-    "torchao-8bit": Arm(torchao_8bit, exact=False, package="torchao"),
-    "galore": Arm(galore, exact=False, package="galore-torch"),
-    "apollo": Arm(apollo, exact=False, package="apollo-torch"),
-    "forge": Arm(_forge()),
-    "forge-captured": Arm(_forge(), captured=True),
-    "forge-head": Arm(_forge(), fused_head=True),
-    "forge-head-captured": Arm(_forge(), captured=True, fused_head=True),
-    "forge-int8": Arm(_forge(state_format="int8"), exact=False),
-    "forge-fp8": Arm(_forge(state_format="fp8"), exact=False),
-    "forge-clip": Arm(_forge(clip_grad_norm=1.0), exact=False),
-}
+BUCKETED = {name for name, arm in ARMS.items() if arm.bucketed}
 
 
 def get(name: str) -> Arm:

@@ -1,232 +1,199 @@
-"""One cell: parity first, then the timed steps. ``python -m launch.bench.cell ORDER.json ANSWER.json``."""
+"""One cell: parity first, then the timed steps. ``python -m launch.bench.cell ORDER.json ANSWER.json``.
+
+Over ranks each is such a process, with torchrun's variables; the first writes the answer.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from forge_megatron.vocab import causal_lm_loss
 from launch import provenance
 from launch.bench import arms
-from launch.bench.model import build
-from launch.bench.spec import Bench, Cell, Shape
+from launch.bench.arm import Settings
+from launch.bench.loop import Loop, prepare, stepper
+from launch.bench.meter import meter, storage_bytes, tensors_in
+from launch.bench.parity import parity, refusal
+from launch.bench.shapes import get as get_shape
+from launch.bench.spec import Bench, Cell
 
-#: RMS of the distance from torch's weights, by the RMS of what training changed, fp32, PARITY_STEPS steps. Adam turns
-#: a last bit of a gradient near 0 into a whole step of its coordinate: with sums in another order one in a few
-#: thousand coordinates does so, while a wrong hyperparameter, a missing decay or a lost token moves this above 1e-2.
-PARITY_BOUND = 5e-3
-PARITY_STEPS = 20
-PARITY_LR, PARITY_WEIGHT_DECAY = 1e-3, 1.0
 WEIGHT_DECAY = 0.01
-CALLS_BEFORE_CAPTURE = 3
+PHASES = ("forward", "backward", "optimizer")
 
 
-@dataclass
-class Loop:
-    """A model, its optimizer and one batch."""
+def timed_phases(loop: Loop, steps: int, meter) -> dict[str, list[float]]:
+    """ms of forward, backward and optimizer, by events, and of the whole step by the host's clock.
 
-    model: nn.Module
-    optimizer: object
-    tokens: torch.Tensor
-    fused_head: bool = False
-
-    def forward(self) -> torch.Tensor:
-        if self.fused_head:
-            return causal_lm_loss(self.model, self.tokens, self.tokens)
-        return self.model(input_ids=self.tokens, labels=self.tokens).loss
-
-    def step(self) -> torch.Tensor:
-        loss = self.forward()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-
-def prepare(shape: Shape, arm: arms.Arm, device: str, batch: int, sequence: int, **hyperparameters) -> Loop:
-    model = build(shape, device)
-    generator = torch.Generator(device=device).manual_seed(1)
-    tokens = torch.randint(shape.vocab_size, (batch, sequence), generator=generator, device=device)
-    return Loop(model, arm.attach(model, **hyperparameters), tokens, arm.fused_head)
-
-
-def parity(name: str, kind: str, device: str) -> dict:
-    """Trains a small fp32 model with the arm and with ``torch.optim.AdamW``; how far the weights are apart."""
-    shape = Shape(kind=kind, dtype="fp32")
-    arm = arms.get(name)
-    pair = (arm, arms.get("adamw-foreach"))
-    loops = [prepare(shape, each, device, 2, 64, lr=PARITY_LR, weight_decay=PARITY_WEIGHT_DECAY) for each in pair]
-    start = [p.detach().clone() for p in loops[1].model.parameters()]
-    for loop, each in zip(loops, pair, strict=True):
-        run = stepper(loop, each)
-        for _ in range(PARITY_STEPS):
-            run()
-    apart = moved = 0.0
-    pairs = zip(*(loop.model.parameters() for loop in loops), start, strict=True)
-    for ours, theirs, before in pairs:
-        apart += (ours.detach().double() - theirs.detach().double()).square().sum().item()
-        moved += (theirs.detach().double() - before.double()).square().sum().item()
-    distance = (apart / moved) ** 0.5
-    return {"distance": distance, "bound": PARITY_BOUND if arm.exact else None, "passed": distance <= PARITY_BOUND}
-
-
-def stepper(loop: Loop, arm: arms.Arm) -> Callable[[], torch.Tensor]:
-    """The whole step as one call: a CUDA graph where the arm is a captured one."""
-    if not arm.captured:
-        return loop.step
-    if hasattr(loop.optimizer, "capture"):
-        return loop.optimizer.capture(loop.step)
-    return _captured(loop)
-
-
-def _captured(loop: Loop) -> Callable[[], torch.Tensor]:
-    """What torch documents for a whole step: calls on a side stream, then one graph. Every call is one step."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    calls = 0
-    captured: list[torch.Tensor] = []
-
-    def run() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls <= CALLS_BEFORE_CAPTURE:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                loss = loop.step()
-            torch.cuda.current_stream().wait_stream(stream)
-            return loss
-        if not captured:
-            with torch.cuda.graph(graph):
-                captured.append(loop.step())
-        graph.replay()
-        return captured[0]
-
-    return run
-
-
-def timed_phases(loop: Loop, steps: int) -> dict[str, list[float]]:
-    """ms of forward, backward and optimizer, by events, and of the whole step by the host's clock."""
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(steps)]
-    whole = []
-    for first, second, third, last in marks:
+    With several micro-batches, of their forwards and of their backwards together.
+    """
+    times: dict[str, list[float]] = {"step": [], **{phase: [] for phase in PHASES}}
+    for _ in range(steps):
         began = time.perf_counter()
-        first.record()
-        loss = loop.forward()
-        second.record()
-        loss.backward()
-        third.record()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        last.record()
-        del loss
-        torch.cuda.synchronize()
-        whole.append((time.perf_counter() - began) * 1e3)
-    phases = {"step": whole}
-    for index, phase in enumerate(("forward", "backward", "optimizer")):
-        phases[phase] = [mark[index].elapsed_time(mark[index + 1]) for mark in marks]
-    return phases
+        marks = [meter.event()]
+        for micro_batch in range(len(loop.tokens)):
+            loss = loop.forward(micro_batch)
+            marks.append(meter.event())
+            loop.backward(loss)
+            del loss
+            marks.append(meter.event())
+        loop.update()
+        marks.append(meter.event())
+        meter.synchronize()
+        times["step"].append((time.perf_counter() - began) * 1e3)
+        spans = [first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
+        times["forward"].append(sum(spans[:-1:2]))
+        times["backward"].append(sum(spans[1:-1:2]))
+        times["optimizer"].append(spans[-1])
+    return times
 
 
-def timed_whole(run: Callable, steps: int) -> dict[str, list[float]]:
+def timed_whole(run: Callable, steps: int, meter) -> dict[str, list[float]]:
     whole = []
     for _ in range(steps):
         began = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        meter.synchronize()
         whole.append((time.perf_counter() - began) * 1e3)
     return {"step": whole}
 
 
-def gradient_bytes(loop: Loop) -> int:
-    """Bytes of every ``.grad`` after a backward."""
-    loop.forward().backward()
-    torch.cuda.synchronize()
-    left = sum(p.grad.numel() * p.grad.element_size() for p in loop.model.parameters() if p.grad is not None)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    return left
+def observe(loop: Loop, meter) -> dict:
+    """One more step, eager: what is allocated after every layer and at the end of backward, and whose bytes they are.
 
-
-def memory_timeline(loop: Loop) -> list[tuple[str, int]]:
-    """Allocated bytes after every decoder layer's forward and backward, and after the optimizer, in one step."""
-    marks: list[tuple[str, int]] = []
+    Under gradient accumulation, the end of the last backward.
+    """
+    timeline: list[tuple[str, int]] = []
     layers = next(module for module in loop.model.modules() if isinstance(module, nn.ModuleList))
 
     def mark(what: str):
-        return lambda *_: marks.append((what, torch.cuda.memory_allocated()))
+        return lambda *_: timeline.append((what, meter.allocated()))
 
     handles = [layer.register_forward_hook(mark("forward")) for layer in layers]
     handles += [layer.register_full_backward_hook(mark("backward")) for layer in layers]
-    loss = loop.forward()
-    loss.backward()
-    marks.append(("backward end", torch.cuda.memory_allocated()))
-    del loss
-    loop.optimizer.step()
-    marks.append(("optimizer", torch.cuda.memory_allocated()))
-    loop.optimizer.zero_grad()
+    for micro_batch in range(len(loop.tokens)):
+        loss = loop.forward(micro_batch)
+        loop.backward(loss)
+        del loss
+    meter.synchronize()
+    timeline.append(("end of backward", meter.allocated()))
+    parameters = list(loop.model.parameters())
+    weights = storage_bytes(parameters)
+    gradients = storage_bytes([p.grad for p in parameters if p.grad is not None])
+    owned = storage_bytes(list(getattr(loop.optimizer, "owned", ())))
+    loop.update()
+    states = storage_bytes([tensor for found in _states(loop.optimizer) for tensor in tensors_in(found)])
+    timeline.append(("optimizer", meter.allocated()))
     for handle in handles:
         handle.remove()
-    return marks
+    return {
+        "timeline": timeline,
+        "pools": {
+            "weights": sum(weights.values()),
+            "states": sum(bytes for place, bytes in states.items() if place not in weights),
+            "gradients": sum(gradients.values()),
+        },
+        "owned_weight_bytes": sum(owned.values()),
+    }
 
 
-def measure(bench: Bench, cell: Cell) -> dict:
-    """The cell's numbers; the peak is the allocator's over warm-up and timed steps."""
-    arm = arms.get(cell.arm)
-    torch.cuda.reset_peak_memory_stats()
-    loop = prepare(bench.model, arm, "cuda", cell.batch, cell.sequence, lr=bench.lr, weight_decay=WEIGHT_DECAY)
-    if bench.checkpointing:
-        loop.model.gradient_checkpointing_enable()
-    run = stepper(loop, arm)
+def _states(optimizer) -> list:
+    inside = [state for each in getattr(optimizer, "optimizers", ()) for state in _states(each)]
+    # ZeroRedundancyOptimizer's own state is of the whole; this rank's part is in the optimizer that it wraps.
+    local = getattr(optimizer, "optim", optimizer)
+    own = getattr(local, "state", {})
+    return [*inside, *(own.values() if isinstance(own, dict) else own)]
+
+
+def measure(bench: Bench, cell: Cell, device: str) -> dict:
+    """The cell's numbers.
+
+    The peak is the allocator's over warm-up and timed steps; over ranks it is the largest rank's, after the model's
+    set-up, and the step is the slowest rank's.
+    """
+    arm, gauge = arms.get(cell.arm), meter(device)
+    bucket = None if cell.bucket_mb is None else cell.bucket_mb << 20
+    settings = Settings(bench.lr, WEIGHT_DECAY, bucket)
+    gauge.reset_peak()
+    loop = prepare(get_shape(cell.shape), arm, device, cell.batch, cell.sequence, settings)
+    if cell.checkpointing:
+        getattr(loop.model, "module", loop.model).gradient_checkpointing_enable()
+    if arm.over_ranks:
+        gauge.release()
+        gauge.reset_peak()
+    run = stepper(loop)
     for _ in range(bench.warm_up):
         run()
-    torch.cuda.synchronize()
-    phases = timed_whole(run, bench.steps) if arm.captured else timed_phases(loop, bench.steps)
-    loss = run().item()
+    gauge.synchronize()
+    times = timed_whole(run, bench.steps, gauge) if arm.captured else timed_phases(loop, bench.steps, gauge)
     answer = {
-        "ms": {phase: round(statistics.median(values), 3) for phase, values in phases.items()},
-        "quartiles_ms": [round(value, 3) for value in statistics.quantiles(phases["step"], n=4)],
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "loss": loss,
+        "ms": {phase: round(statistics.median(values), 3) for phase, values in times.items()},
+        "quartiles_ms": [round(value, 3) for value in statistics.quantiles(times["step"], n=4)],
+        "peak_bytes": gauge.peak(),
+        "reserved_bytes": gauge.reserved(),
+        "loss": run().item(),
+        **observe(loop, gauge),
     }
-    if not arm.captured:
-        answer["gradient_bytes_after_backward"] = gradient_bytes(loop)
-        answer["timeline"] = memory_timeline(loop)
+    if arm.over_ranks:
+        ranks: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, answer)
+        answer["ms"] = {phase: max(rank["ms"][phase] for rank in ranks) for phase in answer["ms"]}
+        answer["ranks_peak_bytes"] = [rank["peak_bytes"] for rank in ranks]
+        answer["peak_bytes"] = max(answer["ranks_peak_bytes"])
     return answer
 
 
-def answer_to(message: dict) -> dict:
-    bench = Bench(**{**message["bench"], "model": Shape(**message["bench"]["model"])})
-    cell = Cell(**message["cell"])
+def answer_to(message: dict, device: str) -> dict:
+    """What an order asks for, or the reason why there is no number."""
+    bench, cell = Bench(**message["bench"]), Cell(**message["cell"])
+    arm = arms.get(cell.arm)
+    answer = {"cell": message["cell"], "against": arm.against or bench.baseline}
     before = provenance.gpus()
     try:
-        checked = parity(cell.arm, bench.model.kind, "cuda")
-    except (ImportError, NotImplementedError) as missing:
-        return {"left_out": f"{type(missing).__name__}: {missing}"}
-    answer = {"parity": checked}
-    if arms.get(cell.arm).exact and not checked["passed"]:
-        return {**answer, "refused": f"parity {checked['distance']:.2e} above {PARITY_BOUND:.0e}: nothing is reported"}
-    torch.cuda.empty_cache()
-    try:
-        answer |= measure(bench, cell)
+        # A judge is not run twice in a results file.
+        checked = message["parity"] or parity(cell.arm, get_shape(cell.shape).kind, device)
+        answer["parity"] = checked
+        if (why := refusal(arm, checked)) is not None:
+            return {**answer, "refused": why}
+        meter(device).release()
+        answer |= measure(bench, cell, device)
+    except ModuleNotFoundError as missing:
+        wanted = arm.package or missing.name
+        return {**answer, "left_out": f"{wanted} is not installed ({missing}); pip install '.[bench,peers]'"}
+    except NotImplementedError as refused:
+        return {**answer, "left_out": str(refused)}
     except torch.OutOfMemoryError as error:
         answer["out_of_memory"] = str(error).splitlines()[0]
     return {**answer, "gpus_before": before, "gpus_after": provenance.gpus()}
 
 
-def main() -> int:
-    order, answer = map(Path, sys.argv[1:3])
-    answer.write_text(json.dumps(answer_to(json.loads(order.read_text()))))
-    return 0
+def main(order: Path, answer: Path) -> None:
+    message = json.loads(order.read_text())
+    rank, device = int(os.environ.get("RANK", "0")), message["device"]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device = f"cuda:{torch.cuda.current_device()}"
+    over_ranks = "RANK" in os.environ
+    if over_ranks:
+        how = {} if device == "cpu" else {"device_id": torch.device(device)}
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", **how)
+    try:
+        made = answer_to(message, device)
+        if rank == 0:
+            answer.write_text(json.dumps(made))
+    finally:
+        if over_ranks:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*map(Path, sys.argv[1:3]))

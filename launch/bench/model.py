@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from launch.bench.spec import Shape
+from launch.bench.shapes import Shape
 
+KINDS = {"llama": "Llama", "qwen3": "Qwen3", "gpt2": "GPT2"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -16,10 +17,8 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
     Raises:
         ValueError: an unknown kind or dtype.
     """
-    import transformers
-
     if shape.dtype not in DTYPES:
-        raise ValueError(f"model.dtype={shape.dtype!r}; use one of: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={shape.dtype!r}; use one of: {', '.join(DTYPES)}")
     common = {
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tie_word_embeddings,
@@ -35,15 +34,15 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
     }
-    if shape.kind == "llama":
-        settings, kind = transformers.LlamaConfig(**decoder), transformers.LlamaForCausalLM
-    elif shape.kind == "qwen3":
-        settings, kind = transformers.Qwen3Config(**decoder), transformers.Qwen3ForCausalLM
-    elif shape.kind == "gpt2":
-        sizes = {"n_embd": shape.hidden_size, "n_layer": shape.num_hidden_layers, "n_head": shape.num_attention_heads}
-        settings, kind = transformers.GPT2Config(**common, **sizes), transformers.GPT2LMHeadModel
-    else:
-        raise ValueError(f"model.kind={shape.kind!r}; use one of: llama, qwen3, gpt2")
+    if shape.kind == "gpt2":
+        decoder = {
+            **common,
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.num_hidden_layers,
+            "n_head": shape.num_attention_heads,
+        }
+    configuration, kind = classes(shape.kind)
+    settings = configuration(**decoder)
     before = torch.get_default_dtype()
     torch.manual_seed(seed)
     torch.set_default_dtype(DTYPES[shape.dtype])
@@ -52,3 +51,19 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
             return kind(settings).train()
     finally:
         torch.set_default_dtype(before)
+
+
+def classes(kind: str) -> tuple[type, type]:
+    """transformers' configuration and model of a kind."""
+    import transformers
+
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}; use one of: {', '.join(KINDS)}")
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    return getattr(transformers, f"{KINDS[kind]}Config"), getattr(transformers, f"{KINDS[kind]}{head}")
+
+
+def warm() -> None:
+    """Imports what :func:`build` would."""
+    for kind in KINDS:
+        classes(kind)

@@ -12,50 +12,48 @@ BENCHES = config.RECIPES / "bench"
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A decoder-only transformer by its numbers; Hugging Face's names. No weights are loaded."""
-
-    kind: str = "llama"  # or qwen3, gpt2
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 64
-    vocab_size: int = 512
-    tie_word_embeddings: bool = False
-    dtype: str = "bf16"  # or fp32
-
-
-@dataclass(frozen=True)
 class Bench:
-    """One bench: a model, a grid of cells, and the arms that are measured in each."""
+    """One bench: a grid of cells, and the arms that are measured in each.
 
-    model: Shape = field(default_factory=Shape)
-    batch: list[int] = field(default_factory=lambda: [1])
+    An arm's ratios are to its own reference where it has one, otherwise to ``baseline``, of the same cell and run.
+    """
+
+    shapes: list[str] = field(default_factory=lambda: ["llama-3.1-8b"])
+    batch: list[int] = field(default_factory=lambda: [1])  # of one rank and one micro-batch
     sequence: list[int] = field(default_factory=lambda: [512])
+    checkpointing: list[bool] = field(default_factory=lambda: [False])
+    bucket_mb: list[int] = field(default_factory=lambda: [128])  # only arms with buckets are measured at each
     arms: list[str] = field(default_factory=lambda: ["adamw-fused", "forge"])
-    baseline: str = "adamw-fused"  # ratios are to this arm, in the same run
+    baseline: str = "adamw-fused"
+    world_size: int = 1  # GPUs; more than 1: ranks that share the batch
     warm_up: int = 5
     steps: int = 20
     runs: int = 1
-    checkpointing: bool = False
     lr: float = 1e-5
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One process: an arm at a batch and a sequence, for the given time."""
+    """One measurement: an arm on a shape, a batch and a sequence, for the given time."""
 
+    shape: str
     arm: str
     batch: int
     sequence: int
-    run: int
+    checkpointing: bool = False
+    bucket_mb: int | None = None
+    run: int = 0
+
+    @property
+    def place(self) -> str:
+        """What its baseline shares with it."""
+        return f"{self.shape}/b{self.batch}/s{self.sequence}" + ("/checkpointing" if self.checkpointing else "")
 
     @property
     def key(self) -> str:
-        return f"{self.arm}/b{self.batch}/s{self.sequence}/r{self.run}"
+        bucket = "" if self.bucket_mb is None else f"/{self.bucket_mb}MB"
+        return f"{self.place}/{self.arm}{bucket}/r{self.run}"
 
 
 def load(name: str, overrides: list[str]) -> Bench:
@@ -67,15 +65,24 @@ def load(name: str, overrides: list[str]) -> Bench:
     return config.load(name, overrides, Bench, BENCHES)
 
 
-def cells(bench: Bench) -> list[Cell]:
-    """Arms of one batch and sequence beside each other, so that a cut run still has whole comparisons."""
-    grid = product(range(bench.runs), bench.sequence, bench.batch, bench.arms)
-    return [Cell(arm, batch, sequence, run) for run, sequence, batch, arm in grid]
+def cells(bench: Bench, bucketed: set[str] = frozenset()) -> list[Cell]:
+    """Arms of one place beside each other, so that a cut run still has whole comparisons.
+
+    Args:
+        bucketed: the arms that are measured at every ``bucket_mb``.
+    """
+    places = product(range(bench.runs), bench.shapes, bench.checkpointing, bench.sequence, bench.batch)
+    return [
+        Cell(shape, arm, batch, sequence, checkpointing, bucket, run)
+        for run, shape, checkpointing, sequence, batch in places
+        for arm in bench.arms
+        for bucket in (bench.bucket_mb if arm in bucketed else [None])
+    ]
 
 
-def order(bench: Bench, cell: Cell) -> dict:
-    """What a cell's process is told."""
-    return {"bench": asdict(bench), "cell": asdict(cell)}
+def order(bench: Bench, cell: Cell, device: str, parity: dict | None = None) -> dict:
+    """What a cell's process is told; ``parity``: what the same arm's was, with the same sources."""
+    return {"bench": asdict(bench), "cell": asdict(cell), "device": device, "parity": parity}
 
 
 def find_out(name: str) -> Path:

@@ -1,29 +1,95 @@
 """The bench: what it refuses to time, which cells it runs, and what it makes of them. No time is taken here."""
 
+import dataclasses
+import functools
 import json
 
 import pytest
+import torch
 
 from launch import config
 from launch.bench import __main__ as bench_main
-from launch.bench import arms, cell, report, spec
+from launch.bench import arms, cell, figure, parity, references, report, rule_arms, spec
+from launch.bench.arm import PARITY_BOUND, Arm
+
+TINY = ["shapes=[tiny-llama]", "sequence=[16]", "steps=2", "warm_up=1"]
 
 
-@pytest.mark.parametrize("name", ["adamw-fused", "adamw-fused-in-backward", "forge", "forge-head"])
-def test_an_exact_arm_makes_torch_updates(name):
-    assert cell.parity(name, "llama", "cpu")["distance"] < cell.PARITY_BOUND / 4
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw-fused",
+        "adamw-fused-in-backward",
+        "forge",
+        "forge-head",
+        "adamw-fused-clip",
+        "forge-clip",
+        "adamw-fused-micro",
+        "forge-micro",
+    ],
+)
+def test_an_exact_arm_makes_its_judges_updates(name):
+    assert parity.parity(name, "llama", "cpu")["distance"] < PARITY_BOUND / 4
 
 
 @pytest.mark.parametrize("wrong", [{"weight_decay": 0.0}, {"lr": 1.02e-3}, {"betas": (0.9, 0.99)}])
 def test_an_arm_with_another_update_is_seen(monkeypatch, wrong):
-    import torch
+    def attach(model, settings):
+        return torch.optim.AdamW(model.parameters(), **settings.adamw | wrong)
 
-    def attach(model, lr, weight_decay):
-        settings = {"lr": lr, "weight_decay": weight_decay, "betas": arms.BETAS, "eps": arms.EPS}
-        return torch.optim.AdamW(model.parameters(), **settings | wrong)
+    monkeypatch.setitem(arms.ARMS, "wrong", Arm(attach))
+    checked = parity.parity("wrong", "llama", "cpu")
+    assert not checked["passed"]
+    assert "is above 5e-03: nothing is reported" in parity.refusal(arms.get("wrong"), checked)
 
-    monkeypatch.setitem(arms.ARMS, "wrong", arms.Arm(attach))
-    assert not cell.parity("wrong", "llama", "cpu")["passed"]
+
+@pytest.mark.parametrize("name", ["forge-clip", "forge-micro"])
+def test_what_a_loop_leaves_out_is_seen(monkeypatch, name):
+    """An arm that does not clip, or that steps from one micro-batch of four."""
+    monkeypatch.setitem(arms.ARMS, "wrong", dataclasses.replace(arms.get("forge"), judge=arms.get(name).judge))
+    assert parity.parity("wrong", "llama", "cpu")["distance"] > 4 * PARITY_BOUND
+
+
+def test_every_rule_has_a_case_and_its_reference_is_its_judge():
+    from forge_megatron import rules
+
+    assert set(rule_arms.CASES) == set(rules.available())
+    for name in rules.available():
+        arm = arms.get(f"forge-{name}")
+        assert arm.judge == arm.against == f"{name}-reference"
+        assert arm.captured != (rules.get(name).regime == "projected")
+
+
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "adalomo", "adam_mini", "lars", "sm3", "nadam"])
+def test_a_rule_makes_its_references_updates(name):
+    assert parity.parity(f"forge-{name}", "llama", "cpu")["distance"] < PARITY_BOUND / 4
+
+
+@pytest.mark.parametrize("wrong", [{}, {"momentum": 0.9}, {"weight_decay": 0.0}])
+def test_a_wrong_muon_is_seen_behind_newton_schulzs_roundings(monkeypatch, wrong):
+    case = dataclasses.replace(rule_arms.CASES["muon"], ours=wrong)
+    attach = functools.partial(rule_arms._attach, "muon", case, "fp32")
+    monkeypatch.setitem(arms.ARMS, "changed", dataclasses.replace(arms.get("forge-muon"), attach=attach))
+    assert parity.parity("changed", "llama", "cpu")["passed"] is not bool(wrong)
+
+
+def test_a_references_states_are_fp32_beside_bf16_weights():
+    p = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.bfloat16))
+    twin = torch.nn.Parameter(p.detach().float())
+    optimizer = references.Fp32States([("p", p)], lambda name, copy: torch.optim.Adam([copy], lr=1e-2))
+    plain = torch.optim.Adam([twin], lr=1e-2)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        twin.grad = p.grad.float()
+        optimizer.step()
+        plain.step()
+        # Only the weight is rounded, after each step.
+        assert torch.equal(p, twin.to(torch.bfloat16))
+        with torch.no_grad():
+            twin.copy_(p)
+    [(_, copy, inner)] = optimizer._steps
+    assert inner.state[copy]["exp_avg"].dtype is torch.float32
+    assert copy.numel() == 0
 
 
 def test_every_committed_bench_can_be_read_and_names_known_arms():
@@ -31,54 +97,154 @@ def test_every_committed_bench_can_be_read_and_names_known_arms():
     assert files
     for file in files:
         bench = spec.load(str(file), [])
-        assert bench.baseline in bench.arms
-        assert all(arms.get(name) for name in bench.arms)
+        assert bench_main.refuse(bench, rehearse=True) is None
+        assert all(arms.get(name).against or bench.baseline in bench.arms for name in bench.arms)
 
 
-def test_unknown_keys_and_arms_are_refused(capsys):
+def test_what_cannot_run_is_refused(capsys):
     with pytest.raises(config.RecipeError, match="did you mean steps"):
         spec.load("llama3_8b", ["step=3"])
     assert bench_main.main(["llama3_8b", "arms=[adamw]"]) == bench_main.IMPOSSIBLE
     assert "there is no arm 'adamw'; there are: adamw-foreach" in capsys.readouterr().err
+    assert bench_main.main(["llama3_8b", "shapes=[llama]"]) == bench_main.IMPOSSIBLE
+    assert "there is no shape 'llama'; there are: tiny-llama" in capsys.readouterr().err
+    assert bench_main.main(["llama3_8b", "arms=[ddp-fused]"]) == bench_main.IMPOSSIBLE
+    assert "ddp-fused needs ranks, and world_size=1" in capsys.readouterr().err
+    assert bench_main.main(["llama3_8b", "--rehearse"]) == bench_main.IMPOSSIBLE
+    assert "--rehearse needs --out" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_left_out_by_name(monkeypatch):
+    def attach(model, settings):
+        import no_such_package  # noqa: F401
+
+    monkeypatch.setitem(arms.ARMS, "absent", Arm(attach, package="some-peer"))
+    bench = spec.load("llama3_8b", TINY)
+    order = spec.order(bench, spec.Cell("tiny-llama", "absent", 1, 16), "cpu")
+    assert cell.answer_to(order, "cpu")["left_out"].startswith("some-peer is not installed (No module named")
 
 
 def test_the_arms_of_a_cell_run_beside_each_other():
-    bench = spec.load("llama3_8b", ["sequence=[512,2048]", "arms=[adamw-fused,forge]"])
-    keys = [one.key for one in spec.cells(bench)]
-    assert keys == ["adamw-fused/b1/s512/r0", "forge/b1/s512/r0", "adamw-fused/b1/s2048/r0", "forge/b1/s2048/r0"]
+    overrides = ["shapes=[gpt2]", "arms=[ddp-fused,fsdp2-fused]", "bucket_mb=[1,4]", "batch=[1]", "sequence=[512,2048]"]
+    keys = [one.key for one in spec.cells(spec.load("data_parallel", overrides), arms.BUCKETED)]
+    of_one = ["ddp-fused/1MB/r0", "ddp-fused/4MB/r0", "fsdp2-fused/r0"]
+    assert keys == [f"gpt2/b1/s{length}/{arm}" for length in (512, 2048) for arm in of_one]
 
 
-def log(**cells):
-    gpu = {"name": "a GPU"}
-    provenance = {"source_sha256": "1", "versions": {"torch": "2"}, "gpus": [gpu]}
-    return {"bench": {"baseline": "adamw-fused"}, "model": {}, "provenance": provenance, "cells": cells}
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    """A bench from the command line to its files, on the CPU."""
+    out = tmp_path_factory.mktemp("bench") / "out.json"
+    chosen = [*TINY, "checkpointing=[false,true]", "arms=[muon-stored,muon-fused]", "baseline=muon-stored"]
+    arguments = ["muon", *chosen, "--rehearse", "--fork", "--out", str(out)]
+    assert bench_main.main(arguments) == 0
+    return arguments, out
 
 
-def answer(step, peak):
-    return {"ms": {"step": step}, "peak_bytes": peak, "parity": {"distance": 1e-6}}
+def test_a_rehearsal_fills_its_file_and_is_continued(rehearsed, monkeypatch):
+    arguments, out = rehearsed
+    log = json.loads(out.read_text())
+    assert list(log["cells"]) == [
+        f"tiny-llama/b1/s16{how}/{arm}/r0" for how in ("", "/checkpointing") for arm in ("muon-stored", "muon-fused")
+    ]
+    assert out.with_suffix(".png").stat().st_size > 1000
+    assert {"source_sha256", "versions"} <= log["provenance"].keys()
+    monkeypatch.setattr(bench_main.Forked, "run", lambda *_: pytest.fail("a cell was measured again"))
+    assert bench_main.main(arguments) == 0
+
+
+def test_the_bytes_that_fall_at_the_end_of_backward_are_the_owned_weights(rehearsed):
+    """Muon's gradients, and those of AdamW's embedding and head, measured live."""
+    log = json.loads(rehearsed[1].read_text())
+    for row in report.merged(log).values():
+        stored, fused = row["muon-stored"], row["muon-fused"]
+        removed = report.end_of_backward(stored) - report.end_of_backward(fused)
+        owned = fused["owned_weight_bytes"]
+        assert owned > 0.95 * stored["pools"]["weights"]
+        assert removed == pytest.approx(owned, rel=0.05)
+        assert stored["pools"]["gradients"] - fused["pools"]["gradients"] == owned
+        assert fused["pools"]["states"] == pytest.approx(stored["pools"]["states"], rel=0.02)
+
+
+def log(*answers, **of_bench):
+    provenance = {"source_sha256": "1", "versions": {"torch": "2"}, "gpus": [{"name": "a GPU"}]}
+    cells = {spec.Cell(**answer["cell"]).key: answer for answer in answers}
+    return {"bench": {"baseline": "adamw-fused", **of_bench}, "provenance": provenance, "cells": cells}
+
+
+def answer(arm, step=None, peak=0, *, against="adamw-fused", sequence=512, bucket=None, run=0, **more):
+    made = {
+        "cell": dataclasses.asdict(spec.Cell("a", arm, 1, sequence, False, bucket, run)),
+        "against": against,
+        **more,
+    }
+    if step is not None:
+        made |= {"ms": {"step": step}, "peak_bytes": peak, "parity": {"distance": 1e-6, "kind": "llama"}}
+    return made
 
 
 def test_ratios_are_to_the_baseline_of_the_same_cell(tmp_path):
-    cells = {
-        "adamw-fused/b1/s512/r0": answer(100.0, 4 << 30),
-        "forge/b1/s512/r0": answer(60.0, 3 << 30),
-        "forge/b1/s512/r1": answer(40.0, 2 << 30),
-        "forge/b1/s2048/r0": {"out_of_memory": "CUDA out of memory"},
-    }
-    row = report.merged(log(**cells))[1, 512]
+    made = log(
+        answer("adamw-fused", 100.0, 4 << 30),
+        answer("forge", 60.0, 3 << 30),
+        answer("forge", 40.0, 2 << 30, run=1),
+        answer("forge", sequence=2048, out_of_memory="CUDA out of memory"),
+    )
+    row = report.merged(made)["a/b1/s512"]
     assert (row["forge"]["ms"], row["forge"]["peak_bytes"]) == (50.0, 3 << 30)
     assert row["forge"]["spread_ms"] == pytest.approx(14.142, abs=1e-3)
-    table = report.table(log(**cells))
+    table = report.table(made)
     assert list(table.columns[3].cells) == ["1.000", "0.500", ""]
     assert list(table.columns[5].cells) == ["1.000", "0.750", ""]
-    report.plot(log(**cells), tmp_path / "figure.png")
+    assert figure.draw([made], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert not figure.draw([log(answer("forge", failed="why"))], tmp_path / "none.png")
+
+
+def test_an_arm_is_compared_with_its_own_reference_and_bucket():
+    made = log(
+        answer("ddp-fused", 100.0, 8, against="ddp-fused", bucket=1),
+        answer("ddp-fused", 80.0, 8, against="ddp-fused", bucket=4),
+        answer("forge-dp", 60.0, 8, against="ddp-fused", bucket=1),
+        answer("forge-dp-sr", 60.0, 8, against="ddp-fused"),
+    )
+    # Without a bucket of its own: the fastest.
+    assert list(report.table(made).columns[3].cells) == ["1.000", "1.000", "0.600", "0.750"]
+
+
+def test_a_peak_is_stacked_of_its_pools():
+    pools = {"weights": 2 << 30, "states": 3 << 30, "gradients": 1 << 30}
+    row = report.merged(log(answer("forge", 1.0, 8 << 30, pools=pools)))["a/b1/s512"]
+    assert figure.stacked(row["forge"]) == {
+        "weights": 2.0,
+        "states": 3.0,
+        "gradients": 1.0,
+        "activations, workspaces": 2.0,
+    }
 
 
 def test_results_of_other_sources_are_not_continued(tmp_path):
     out = tmp_path / "out.json"
-    out.write_text(json.dumps(log(**{"forge/b1/s512/r0": answer(1.0, 1)})))
+    out.write_text(json.dumps(log(answer("forge", 1.0, 1), answer("adamw-fused", failed="why"))))
     head = {key: value for key, value in log().items() if key != "cells"}
-    assert len(bench_main.resume(out, head)["cells"]) == 1
-    head["provenance"] = {**head["provenance"], "source_sha256": "2"}
-    assert bench_main.resume(out, head)["cells"] == {}
+    # What failed is run again.
+    assert [one["cell"]["arm"] for one in bench_main.resume(out, head)["cells"].values()] == ["forge"]
+    for changed in ({"bench": {"steps": 3}}, {"provenance": {**head["provenance"], "source_sha256": "2"}}):
+        assert bench_main.resume(out, {**head, **changed})["cells"] == {}
+
+
+def test_the_check_of_an_arm_is_made_once_in_a_file(monkeypatch):
+    made = log(answer("forge", 1.0, 1))
+    cells = [spec.Cell("tiny-llama", arm, 1, 16) for arm in ("forge", "adamw-fused")]
+    assert bench_main.known_parity(made, cells[0]) == {"distance": 1e-6, "kind": "llama"}
+    assert bench_main.known_parity(made, cells[1]) is None
+    assert bench_main.known_parity(made, dataclasses.replace(cells[0], shape="tiny-qwen3")) is None
+
+
+def test_the_committed_results_make_a_figure(tmp_path):
+    files = sorted((spec.BENCHES / "results").glob("h200_llama3_8b*.json"))
+    out = tmp_path / "figure.png"
+    chosen = ["--place", "llama-3.1-8b/b1/s512"]
+    assert bench_main.main(["figure", *map(str, files), "--out", str(out), *chosen]) == 0
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert bench_main.main(["figure", *map(str, files), "--out", str(out), "--place", "gpt2"]) == bench_main.IMPOSSIBLE

@@ -1,0 +1,152 @@
+"""Every rule, captured where it can be, beside its reference, which stores its gradients; fp32 states in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+import forge_megatron as forge
+from forge_megatron.hidden import with_adamw
+from launch.bench import references
+from launch.bench.arm import PARITY_BOUND, Arm, Settings, Several
+from launch.bench.peers import APOLLO, GALORE
+
+#: Newton-Schulz runs in bf16 in both: two orders of a gradient's sum put some of its input's entries on two sides of
+#: a rounding of 2^-8, 1.4e-2 after 20 steps. A decay that is left out, a wrong momentum or scale is above 4e-2.
+NEWTON_SCHULZ_BOUND = 3e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rule.
+
+    Attributes:
+        reference: ``reference(copy, lr=..., **both) -> optimizer``, of one fp32 parameter, or of a list of groups.
+        rate: its learning rate, as a multiple of AdamW's.
+        both: hyperparameters of both; ``ours``, ``theirs``: what only one of them asks for.
+        matrices: for hidden matrices; AdamW steps the rest.
+        bound: of the parity check.
+        package: what the reference needs.
+    """
+
+    reference: Callable
+    rate: float = 1.0
+    both: Mapping = field(default_factory=dict)
+    ours: Mapping = field(default_factory=dict)
+    theirs: Mapping = field(default_factory=dict)
+    matrices: bool = False
+    bound: float | None = PARITY_BOUND
+    package: str | None = None
+
+
+def _package(name: str) -> Callable:
+    def make(params, **hyperparameters):
+        import pytorch_optimizer
+
+        return getattr(pytorch_optimizer, name)(params, foreach=False, **hyperparameters)
+
+    return make
+
+
+def _galore(params, **hyperparameters):
+    from galore_torch import GaLoreAdamW
+
+    return GaLoreAdamW([{"params": params, **GALORE}], no_deprecation_warning=True, **hyperparameters)
+
+
+def _apollo(params, options: Mapping = MappingProxyType(APOLLO), **hyperparameters):
+    from apollo_torch import APOLLOAdamW
+
+    return APOLLOAdamW([{"params": params, **options}], **hyperparameters)
+
+
+_FUSED = {"fused": True}
+_ONE_BY_ONE = {"foreach": False}
+_MINI = {**APOLLO, "rank": 1, "scale": 128.0, "scale_type": "tensor"}
+_OPTIM = "pytorch_optimizer"
+
+CASES: dict[str, Case] = {
+    "sgd": Case(torch.optim.SGD, 100.0, {"weight_decay": 0.01}, theirs=_FUSED),
+    "momentum": Case(torch.optim.SGD, 10.0, {"momentum": 0.9, "weight_decay": 0.01}, theirs=_FUSED),
+    "adagrad": Case(torch.optim.Adagrad, 10.0, {"weight_decay": 0.01}, theirs=_ONE_BY_ONE),
+    "rmsprop": Case(torch.optim.RMSprop, 1.0, {"weight_decay": 0.01}, theirs=_ONE_BY_ONE),
+    "adam": Case(torch.optim.Adam, 1.0, {"weight_decay": 0.01}, theirs=_FUSED),
+    "adamw": Case(torch.optim.AdamW, 1.0, {"weight_decay": 0.01}, theirs=_FUSED),
+    "adamax": Case(torch.optim.Adamax, 1.0, {"weight_decay": 0.01}, theirs=_ONE_BY_ONE),
+    "nadam": Case(torch.optim.NAdam, 1.0, {"weight_decay": 0.01}, theirs=_ONE_BY_ONE),
+    "radam": Case(torch.optim.RAdam, 1.0, {"weight_decay": 0.01}, theirs=_ONE_BY_ONE),
+    "lion": Case(_package("Lion"), 0.1, {"weight_decay": 1.0}, package=_OPTIM),
+    "lamb": Case(references.Lamb, 10.0, {"weight_decay": 0.01}),
+    "muon": Case(torch.optim.Muon, 10.0, {"weight_decay": 0.1}, matrices=True, bound=NEWTON_SCHULZ_BOUND),
+    "scion": Case(_package("SCION"), 10.0, matrices=True, bound=NEWTON_SCHULZ_BOUND, package=_OPTIM),
+    "adam_mini": Case(references.AdamMini, 1.0, {"weight_decay": 0.1}),
+    "adafactor": Case(torch.optim.Adafactor, 10.0, theirs=_ONE_BY_ONE),
+    "adalomo": Case(references.AdaLomo, 10.0),
+    "sm3": Case(_package("SM3"), 10.0, package=_OPTIM),
+    "lars": Case(_package("LARS"), 1000.0, {"weight_decay": 0.01}, package=_OPTIM),
+    # Ours finds its projection from the factors and draws other random numbers: the distance is reported.
+    "galore": Case(_galore, 1.0, ours={"rank": 128}, matrices=True, bound=None, package="galore-torch"),
+    "apollo": Case(_apollo, 1.0, ours={"rank": 256}, matrices=True, bound=None, package="apollo-torch"),
+    "apollo_mini": Case(partial(_apollo, options=_MINI), 1.0, matrices=True, bound=None, package="apollo-torch"),
+}
+
+#: Their projections are counted on the host, so their steps cannot be captured.
+EAGER = ("galore", "apollo", "apollo_mini")
+
+
+def _hidden(model: nn.Module, settings: Settings) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices that a rule of matrices steps, and the rest, as forge.attach's ``adamw=`` divides them."""
+    groups = with_adamw(model, [{"params": list(model.named_parameters())}], settings.adamw)
+    hidden = [p for group in groups if "rule" not in group for _, p in group["params"]]
+    return hidden, [p for group in groups if "rule" in group for _, p in group["params"]]
+
+
+def _attach(name: str, case: Case, state_format: str | None, model: nn.Module, settings: Settings):
+    rest = {"adamw": settings.adamw} if case.matrices else {}
+    hyperparameters = {"lr": case.rate * settings.lr, **case.both, **case.ours}
+    return forge.attach(model, name, state_format=state_format, **rest, **hyperparameters)
+
+
+def _reference(case: Case, model: nn.Module, settings: Settings):
+    hidden = set(_hidden(model, settings)[0]) if case.matrices else set(model.parameters())
+    of_the_rule = {name for name, p in model.named_parameters() if p in hidden}
+    hyperparameters = {"lr": case.rate * settings.lr, **case.both, **case.theirs}
+
+    def make(name: str, copy: nn.Parameter):
+        if name in of_the_rule:
+            return case.reference([copy], **hyperparameters)
+        return torch.optim.AdamW([copy], **settings.adamw, fused=True)
+
+    return references.Fp32States(model.named_parameters(), make)
+
+
+def muon_stored(model: nn.Module, settings: Settings):
+    """torch's Muon as it comes: momentum in the weight's dtype, every gradient in memory at ``step()``."""
+    hidden, rest = _hidden(model, settings)
+    case = CASES["muon"]
+    muon = torch.optim.Muon(hidden, lr=case.rate * settings.lr, **case.both)
+    return Several(muon, torch.optim.AdamW(rest, **settings.adamw, fused=True))
+
+
+def arms() -> dict[str, Arm]:
+    """``RULE-reference`` and ``forge-RULE`` of each rule; Muon's also with the momentum in the weight's dtype."""
+    made: dict[str, Arm] = {}
+    for name, case in CASES.items():
+        reference = f"{name}-reference"
+        made[reference] = Arm(partial(_reference, case), judge=None, against=reference, package=case.package)
+        made[f"forge-{name}"] = Arm(
+            partial(_attach, name, case, "fp32"),
+            judge=reference,
+            bound=case.bound,
+            against=reference,
+            captured=name not in EAGER,
+        )
+    muon = partial(_attach, "muon", CASES["muon"], None)
+    made["muon-stored"] = Arm(muon_stored, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")
+    made["muon-fused"] = Arm(muon, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")
+    return made
