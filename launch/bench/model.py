@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -53,14 +57,31 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def _without_torchao() -> Iterator[None]:
+    """Inside, torchao is not to be found.
+
+    transformers imports it wherever it is installed, which takes seconds and asks for the GPU; a process that is to be
+    forked must not do that. Only torchao's own arm imports it.
+    """
+    known = sys.modules.get("torchao")
+    sys.modules["torchao"] = known
+    try:
+        yield
+    finally:
+        if known is None:
+            del sys.modules["torchao"]
+
+
 def classes(kind: str) -> tuple[type, type]:
     """transformers' configuration and model of a kind."""
-    import transformers
-
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}; use one of: {', '.join(KINDS)}")
     head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
-    return getattr(transformers, f"{KINDS[kind]}Config"), getattr(transformers, f"{KINDS[kind]}{head}")
+    with _without_torchao():
+        import transformers
+
+        return getattr(transformers, f"{KINDS[kind]}Config"), getattr(transformers, f"{KINDS[kind]}{head}")
 
 
 def warm() -> None:

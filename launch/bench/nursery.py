@@ -11,7 +11,6 @@ import traceback
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401 - what the children need
 
 from launch.bench import cell, model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,13 +48,14 @@ class Spawned:
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
         command = [sys.executable, "-m", *torchrun, "launch.bench.cell", str(told), str(answer)]
         with errors.open("w") as out:
+            # A session of its own, so that torchrun's ranks end with it.
+            process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
             try:
-                ended = subprocess.run(
-                    command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=out, timeout=order["bench"]["timeout_s"]
-                )
+                return process.wait(order["bench"]["timeout_s"])
             except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
                 return None
-        return ended.returncode
 
     def close(self) -> None:
         pass

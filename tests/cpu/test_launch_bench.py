@@ -9,7 +9,7 @@ import torch
 
 from launch import config
 from launch.bench import __main__ as bench_main
-from launch.bench import arms, cell, figure, parity, references, report, rule_arms, spec
+from launch.bench import arms, cell, figure, parity, processes, references, report, rule_arms, spec
 from launch.bench.arm import PARITY_BOUND, Arm
 
 TINY = ["shapes=[tiny-llama]", "sequence=[16]", "steps=2", "warm_up=1"]
@@ -129,6 +129,15 @@ def test_the_arms_of_a_cell_run_beside_each_other():
     keys = [one.key for one in spec.cells(spec.load("data_parallel", overrides), arms.BUCKETED)]
     of_one = ["ddp-fused/1MB/r0", "ddp-fused/4MB/r0", "fsdp2-fused/r0"]
     assert keys == [f"gpt2/b1/s{length}/{arm}" for length in (512, 2048) for arm in of_one]
+
+
+@pytest.mark.parametrize("kind", [processes.Spawned, processes.Forked])
+def test_a_cell_that_takes_too_long_is_ended_and_written_down(kind):
+    run, bench = kind(), dataclasses.replace(spec.load("llama3_8b", TINY), timeout_s=0.1)
+    answer = run.run(spec.order(bench, spec.Cell("tiny-llama", "forge", 1, 16), "cpu"))
+    run.close()
+    assert answer["failed"] == "no answer in 0.1 s"
+    assert report.line(answer) == "tiny-llama/b1/s16/forge/r0: failed: no answer in 0.1 s"
 
 
 @pytest.fixture(scope="module")
