@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from forge_megatron.codes import store_as_codes
 from forge_megatron.coordinator import find_shards
 from forge_megatron.hidden import with_adamw
 from forge_megatron.kernels import is_sharded
@@ -63,6 +64,8 @@ def attach(
     if adamw is not None:
         groups = with_adamw(model, groups, adamw)
     optimizer = ForgeOptimizer(groups, rule, shards=shards, **options)
+    if store_as_codes(model, optimizer, options):
+        optimizer.register()
     try:
         own_weights(model, optimizer)
     except Exception:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
 from forge_megatron.linear import OwnedWeight
 
@@ -89,6 +90,8 @@ def cover(
             how = "frozen"
         elif fused:
             how = _HOW[owned[p].slot.rule.regime] if owned[p].slot is not None else "fused"
+            if isinstance(p, Fp8Weight):
+                how += f", weight as e4m3 codes of {p.nbytes:,} bytes"
         elif p in owned:
             how = "read without calling its module: stepped from .grad"
         else:

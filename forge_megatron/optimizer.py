@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
 from forge_megatron.capture import Capturing
+from forge_megatron.codes import store_dense
 from forge_megatron.coordinator import (
     Buckets,
     FullySharded,
@@ -55,18 +56,15 @@ class ForgeOptimizer(Capturing):
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
-        process_group: the data-parallel ranks. Each has a part of every gradient; they are summed in buckets while
-            backward goes on, and each bucket is stepped on arrival. What has a ``.grad`` is summed in ``step()``,
-            which every rank calls equally often; ``.grad`` stays this rank's own.
-        sharding: ``"none"``: weights and states on every rank; ``"states"``: a rank holds its rows of the states
-            (ZeRO), and so does its ``state_dict()``.
+        process_group: the data-parallel ranks, whose gradients are summed in buckets that are stepped on arrival. What
+            has a ``.grad``, which stays this rank's own, is summed in ``step()``; all ranks call it equally often.
+        sharding: ``"states"`` (ZeRO): a rank, and its ``state_dict()``, holds its rows of the states; or ``"none"``.
         buckets: their size, number and wire dtype, the mean or the sum.
         shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
 
     Raises:
-        TypeError: a hyperparameter that the rule does not have.
-        ValueError: a value without a meaning; two parameters in the same memory.
+        TypeError, ValueError: an unknown hyperparameter, a value without a meaning, two parameters in the same memory.
         NotImplementedError: an option that is not built yet.
     """
 
@@ -152,14 +150,15 @@ class ForgeOptimizer(Capturing):
         for name in of_another_rule:
             del group[name]
         try:
-            self._register()
+            self.register()
         except Exception:
             self.param_groups.pop()
             for p in group["params"]:
                 self.state.pop(p, None)
             raise
 
-    def _register(self) -> None:
+    def register(self) -> None:
+        """Makes anew what is kept of the parameters, which have joined or lie in memory in another way."""
         named = named_parameters(self.param_groups)
         for label, p in named:
             expect_steppable(label, p)
@@ -327,12 +326,13 @@ class ForgeOptimizer(Capturing):
         self._shards.release()
         self._watching = False
         clip_helpers.release(self)
-        for module in self.fused_modules:
-            unfuse(module)
-        self.fused_modules.clear()
+        while self.fused_modules:
+            unfuse(self.fused_modules.pop())
         self._ledger.owned.clear()
         self.owned.clear()
         self.reasons = dict.fromkeys(self._parameters.all, "detached")
+        if store_dense(self._parameters.all):
+            self.register()
 
     # ---- checkpoints
 

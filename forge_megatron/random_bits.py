@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from forge_megatron.formats import Noise, Origin, resolve_group
+from forge_megatron.formats import Fp8Weight, Noise, Origin, resolve_group
 from forge_megatron.formats.noise import WORDS, columns_of, words
 from forge_megatron.kernels import local, origin_of
 
@@ -48,7 +48,8 @@ class RandomBits:
         members: dict[torch.device, list[Tensor]] = {}
         taken: dict[Origin, str] = {}
         for p, label in labels.items():
-            if p.dtype is not torch.bfloat16 or not resolve_group(p.dtype, groups[p], formats)[1].stochastic:
+            rounded = p.dtype is torch.bfloat16 or isinstance(p, Fp8Weight)
+            if not rounded or not resolve_group(p.dtype, groups[p], formats)[1].stochastic:
                 continue
             origin = self._origins.setdefault(p, origin_of(label, p))
             if taken.setdefault(origin, label) != label:

@@ -147,9 +147,11 @@ def _check_forge(recipe: Recipe) -> None:
     if rule.regime != "fused" and recipe.parallel.tensor > 1:
         raise RecipeError("optimizer.rule", f"{rule.name} reads whole matrices: set parallel.tensor to 1")
     try:
-        formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
-    except (ValueError, NotImplementedError) as error:
+        _, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
+    except (TypeError, ValueError) as error:
         raise RecipeError("optimizer.recipe", str(error)) from error
+    if store.name == "fp8":
+        raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} is not built for Megatron's linears")
 
 
 def index_builder() -> Path | None:

@@ -4,10 +4,12 @@ from .noise import Noise, Origin
 from .recipe import FORMAT_KEYS, RECIPES, resolve_group, resolve_recipe
 from .state import StateFormat, scale_name, state_format, state_format_of
 from .store import WeightStore, weight_store
+from .weight import Fp8Weight
 
 __all__ = [
     "FORMAT_KEYS",
     "RECIPES",
+    "Fp8Weight",
     "Noise",
     "Origin",
     "StateFormat",

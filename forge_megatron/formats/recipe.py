@@ -44,7 +44,6 @@ def resolve_recipe(
         weight_store: overrides the default store; not together with ``recipe``.
 
     Raises:
-        NotImplementedError: the recipe or format is specified and not built.
         TypeError: ``dtype`` is not one that weights can have, or not one that the store rounds to.
         ValueError: an unknown name, or ``recipe`` beside one of its parts.
     """
@@ -60,10 +59,7 @@ def resolve_recipe(
         )
     if recipe not in RECIPES:
         raise ValueError(f"recipe={recipe!r} is unknown; use one of: {', '.join(RECIPES)}")
-    try:
-        return _pair(dtype, *RECIPES[recipe])
-    except NotImplementedError as missing:
-        raise NotImplementedError(f"recipe={recipe!r} is not built: {missing}") from None
+    return _pair(dtype, *RECIPES[recipe])
 
 
 def resolve_group(
@@ -91,5 +87,5 @@ def resolve_group(
 def _pair(dtype: torch.dtype, state: str, store: str) -> tuple[StateFormat, WeightStore]:
     pair = state_format(state), weight_store(store)
     if pair[1].stochastic and dtype is torch.float16:
-        raise TypeError("weight_store='stochastic' rounds to bfloat16, not to float16; use bfloat16, or 'master'")
+        raise TypeError(f"weight_store={store!r} rounds to bfloat16, not to float16; use bfloat16, or 'master'")
     return pair

@@ -23,7 +23,7 @@ from .blocks import is_blocked, row_blocks, slot_of
 from .entrance import entrance
 from .lookups import is_lookup
 from .shard import local, local_slot
-from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout
+from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout, of_codes
 from .updates import measured
 
 
@@ -50,6 +50,7 @@ def wgrad_step(
     Raises:
         TypeError, ValueError: operands that do not fit, named; nothing has changed then.
     """
+    slot = of_codes(slot)
     check_slot(slot)
     check_multiplier(slot.name, multiplier, slot.weight.device)
     if is_blocked(segments):

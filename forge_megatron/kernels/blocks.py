@@ -82,6 +82,7 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
             weight=slot.weight.detach()[rows],
             states=tuple(state[rows] for state in slot.states),
             scales=tuple(scale[rows] for scale in slot.scales),
+            weight_scale=None if slot.weight_scale is None else slot.weight_scale[rows],
             master=None if slot.master is None else slot.master[rows],
             late_norms=None,
             update_norm_sq=None,

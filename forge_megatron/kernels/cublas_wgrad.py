@@ -44,6 +44,7 @@ def supports(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None
 def dense_step_kernel(
     gradient,
     weight,
+    weight_scale,
     states,
     scales,
     master,
@@ -63,10 +64,12 @@ def dense_step_kernel(
     bits = None
     blocks = ()
     has_block = None
-    if len(scales) > 0:
+    if len(scales) > 0 or weight_scale is not None:
         offset, inside, block, has_block, begin = by_blocks(program.to(tl.int64), size, columns, BLOCK)
         for index in tl.static_range(len(scales)):
             blocks = blocks + (scales[index] + block,)
+        if weight_scale is not None:
+            weight_scale += block
         if noise is not None:
             bits = block_bits(noise, begin, BLOCK // 64, GROUPED)
     else:
@@ -86,7 +89,9 @@ def dense_step_kernel(
     stored = ()
     for index in tl.static_range(len(states)):
         stored = stored + (states[index] + offset,)
-    step_coordinates(g, inside, weight + offset, master, stored, blocks, has_block, h, bits, UPDATE, CODES)
+    step_coordinates(
+        g, inside, weight + offset, weight_scale, master, stored, blocks, has_block, h, bits, UPDATE, CODES
+    )
 
 
 def launch(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> Callable[..., None]:
@@ -125,13 +130,14 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
     size = slot.weight.numel()
     programs = triton.cdiv(size, BLOCK)
     if slot.is_scaled:
-        programs = triton.cdiv(slot.scales[0].numel(), BLOCK // 64)
+        programs = triton.cdiv(slot.blocks, BLOCK // 64)
     partials = None
     if slot.norm_sq is not None:
         partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
     dense_step_kernel[(programs,)](
         grad,
-        slot.weight,
+        as_bytes(slot.weight),
+        slot.weight_scale,
         tuple(map(as_bytes, slot.states)),
         tuple(slot.scales),
         slot.master,

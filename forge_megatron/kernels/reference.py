@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats.code import as_bytes, in_blocks, spread
+from ..formats.fp8 import WEIGHT, encode_stochastically
 from ..formats.noise import random_bits
 from ..formats.philox import round_stochastically
 from ..rules.bind import bind, torch_language
@@ -105,6 +106,9 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     codes = slot.codes()
     stored = list(zip(codes, states, scales, strict=True))
     update = bind(rule.update, torch_language)
+    weight_scale = None if slot.weight_scale is None else slot.weight_scale.data[rows]
+    if weight_scale is not None:
+        source = WEIGHT.load(weight, weight_scale)
     old = tuple(code.load(state, scale).view(grad.shape) for code, state, scale in stored)
     new_weight, new_states = update(grad, source.float(), old, slot.scalars.unbind())
     finite = torch.isfinite(grad)
@@ -121,9 +125,15 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     new_weight = torch.where(finite, new_weight, source)
     if slot.noise is None:
         weight.copy_(new_weight)
-    else:
+    elif weight_scale is None:
         bits = random_bits(slot.noise, first, weight.numel()).view(weight.shape)
         weight.copy_(round_stochastically(new_weight.float(), bits))
+    else:
+        bits = random_bits(slot.noise, first, weight.numel()).view(weight.shape)
+        scale = WEIGHT.scale(in_blocks(new_weight.abs()).amax(-1))
+        codes = encode_stochastically(new_weight, spread(scale, weight.shape[-1]), bits)
+        _keep(weight, codes, finite)
+        _keep(weight_scale, scale, blocks)
     if slot.master is not None:
         source.copy_(new_weight)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Origin
-from .slot import Slot
+from .slot import Slot, of_codes
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -25,9 +25,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_slot(slot: Slot) -> Slot:
-    """The slot of this rank's part of a sharded weight; any other slot itself."""
+    """The slot of this rank's part of a sharded weight, or of a weight's codes; any other slot itself."""
     if not is_sharded(slot.weight):
-        return slot
+        return of_codes(slot)
     weight, known = local(slot.weight), slot.memo.get("local")
     # FSDP2 moves a shard at its first forward, and when weights are loaded.
     if known is None or known.weight is not weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..formats import Noise, StateFormat, state_format, state_format_of
 from ..formats.code import Code, scale_shape
 from ..formats.noise import WORDS
+from ..formats.weight import Fp8Weight
 from ..rules import Rule
 from .lookups import is_lookup
 from .norms import LateNorms
@@ -28,7 +29,7 @@ class Slot:
 
     Attributes:
         rule: the rule that steps it.
-        weight: fp32, bf16 or fp16; ``[O, I]`` for a weight gradient, any shape for ``step``.
+        weight: fp32, bf16, fp16 or an ``Fp8Weight``; ``[O, I]`` for a weight gradient, any shape for ``step``.
         states: one tensor a state of the rule, with the weight's shape, stored as its code says.
         scalars: fp32 ``[rule.n_scalars]`` on the weight's device: what ``rule.scalars`` returned.
         master: fp32 copy that is stepped in the weight's place, with the weight's shape.
@@ -36,7 +37,8 @@ class Slot:
             multiplier; None where it is not wanted.
         name: what errors call the weight.
         scales: fp32, one tensor a state, contiguous, of its blocks; none where the states' format has none.
-        noise: where the random bits are that round a bf16 weight stochastically; None: to nearest.
+        weight_scale: fp32, of the weight's blocks, where :func:`of_codes` put an ``Fp8Weight``'s codes in its place.
+        noise: where the random bits are that round a weight of bf16 or codes stochastically; None: to nearest.
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
         statistics: fp32 states of a rule with stages that are not weight-shaped, in the rule's order.
@@ -58,6 +60,7 @@ class Slot:
     statistics: tuple[Tensor, ...] = ()
     step: Tensor | None = None
     scales: tuple[Tensor, ...] = ()
+    weight_scale: Tensor | None = None
     late_norms: LateNorms | None = field(default=None, repr=False, compare=False)
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -92,7 +95,25 @@ class Slot:
 
     @property
     def is_scaled(self) -> bool:
-        return bool(self.scales)
+        """Whether a step goes by blocks of coordinates that share a scale."""
+        return bool(self.scales) or self.weight_scale is not None
+
+    @property
+    def blocks(self) -> int:
+        return scale_shape(self.weight.shape).numel()
+
+
+def of_codes(slot: Slot) -> Slot:
+    """The slot of an ``Fp8Weight``'s codes and scales; any other slot itself."""
+    weight = slot.weight
+    if type(weight) is not Fp8Weight:
+        return slot
+    known = slot.memo.get("codes of the weight")
+    if known is None or known.weight is not weight.codes:
+        known = replace(slot, weight=weight.codes, weight_scale=weight.scales)
+        slot.memo["codes of the weight"] = known
+    known.rule, known.norm_sq, known.update_norm_sq = slot.rule, slot.norm_sq, slot.update_norm_sq
+    return known
 
 
 def check_slot(slot: Slot) -> None:
@@ -109,7 +130,9 @@ def check_slot(slot: Slot) -> None:
         raise ValueError(
             f"{slot.name}: {slot.rule.name} has the states {slot.rule.states}, got {len(slot.states)} tensors"
         )
-    if weight.dtype not in WEIGHT_DTYPES:
+    if slot.weight_scale is not None:
+        _check_weight_codes(slot)
+    elif weight.dtype not in WEIGHT_DTYPES:
         raise TypeError(f"{slot.name}: a weight of dtype {weight.dtype} cannot be stepped")
     for name, tensor in slot.tensors():
         if tensor.shape != weight.shape or tensor.device != weight.device:
@@ -141,8 +164,17 @@ def _check_codes(slot: Slot) -> None:
         _check_fp32(slot.name, f"the scale of {name}", scale, scale_shape(slot.weight.shape), slot.weight.device)
 
 
+def _check_weight_codes(slot: Slot) -> None:
+    weight = slot.weight
+    if weight.dtype is not torch.float8_e4m3fn or slot.noise is None or slot.master is not None:
+        raise TypeError(f"{slot.name}: a weight of codes is e4m3 and rounded stochastically; it is {_describe(weight)}")
+    if not all(tensor.is_contiguous() for _, tensor in slot.tensors()):
+        raise ValueError(f"{slot.name}: the codes of a weight and its states must be contiguous")
+    _check_fp32(slot.name, "the scale of the weight", slot.weight_scale, scale_shape(weight.shape), weight.device)
+
+
 def _check_noise(slot: Slot) -> None:
-    if slot.weight.dtype is not torch.bfloat16:
+    if slot.weight.dtype is not torch.bfloat16 and slot.weight_scale is None:
         raise TypeError(f"{slot.name}: a {slot.weight.dtype} weight is not rounded stochastically; use bfloat16")
     words = slot.noise.words
     if words.dtype is not torch.int64 or words.shape != (WORDS,) or words.device != slot.weight.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..formats import fp8 as _fp8
 from ..formats import noise as _noise
 from ..formats import philox as _philox
 from .triton_language import compiled
@@ -13,6 +14,9 @@ philox = compiled(_philox.philox)
 counter_words = compiled(_philox.counter_words)
 round_stochastically = compiled(_philox.round_stochastically)
 word_of = compiled(_noise.word_of)
+decode_weight = compiled(_fp8.decode_signed)
+encode_weight = compiled(_fp8.encode_stochastically)
+weight_scale_of = compiled(_fp8.scale_of_weight)
 
 
 @triton.jit

@@ -50,10 +50,12 @@ def multi_tensor_step_kernel(
     N_SCALARS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASTER: tl.constexpr,
+    WEIGHT_SCALED: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
     STATES: tl.constexpr,
     SCALED: tl.constexpr,
+    SCALED_STATES: tl.constexpr,
     NOISY: tl.constexpr,
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -71,13 +73,17 @@ def multi_tensor_step_kernel(
     bits = None
     scales = ()
     has_block = None
+    weight_scale = None
     if SCALED:
         own = (program - first).to(tl.int64)
         columns = tl.load(row + 8)
         if ALIGNED:
             columns = tl.multiple_of(columns, 16)
         offset, inside, block, has_block, begin = by_blocks(own, size, columns, BLOCK)
-        for index in tl.static_range(len(STATES)):
+        # Addresses end with those of the states' scales, or of the weight's, or of both.
+        if WEIGHT_SCALED:
+            weight_scale = pointer(row, COLUMNS - 1, tl.float32, False) + block
+        for index in tl.static_range(SCALED_STATES):
             scale = pointer(row, 9 + len(STATES) + MASTER + index, tl.float32, False)
             scales = scales + (scale + block,)
         if NOISY:
@@ -100,7 +106,9 @@ def multi_tensor_step_kernel(
     master = None
     if MASTER:
         master = pointer(row, 9 + len(STATES), tl.float32, ALIGNED) + offset
-    step_coordinates(g, inside, weight + offset, master, states, scales, has_block, h, bits, UPDATE, CODES)
+    step_coordinates(
+        g, inside, weight + offset, weight_scale, master, states, scales, has_block, h, bits, UPDATE, CODES
+    )
 
 
 @triton.jit
@@ -138,9 +146,10 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
             compiled_codes(dense),
             tuple(TL_DTYPES[as_bytes(state).dtype] for state in dense.states),
             dense.is_scaled,
-            slot.weight.dtype,
+            as_bytes(slot.weight).dtype,
             grad.dtype,
             slot.master is not None,
+            slot.weight_scale is not None,
             None if slot.noise is None else slot.noise.is_grouped,
             aligned,
         )
@@ -153,7 +162,19 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
 
 
 def _launch(
-    rule, codes, states, scaled, weight_dtype, grad_dtype, master, grouped, aligned, slots, grads, multiplier
+    rule,
+    codes,
+    states,
+    scaled,
+    weight_dtype,
+    grad_dtype,
+    master,
+    weight_scaled,
+    grouped,
+    aligned,
+    slots,
+    grads,
+    multiplier,
 ) -> None:
     device = slots[0].weight.device
     table, owners = _device_table(slots, grads)
@@ -170,10 +191,12 @@ def _launch(
         N_SCALARS=rule.n_scalars,
         COLUMNS=table.shape[1],
         MASTER=master,
+        WEIGHT_SCALED=weight_scaled,
         WEIGHT=TL_DTYPES[weight_dtype],
         GRAD=TL_DTYPES[grad_dtype],
         STATES=states,
         SCALED=scaled,
+        SCALED_STATES=len(slots[0].scales),
         NOISY=grouped is not None,
         GROUPED=bool(grouped),
         ALIGNED=aligned,
@@ -191,13 +214,14 @@ def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tenso
     for slot, grad in zip(slots, grads, strict=True):
         blocks = triton.cdiv(grad.numel(), BLOCK)
         if slot.is_scaled:
-            blocks = triton.cdiv(slot.scales[0].numel(), BLOCK // 64)
+            blocks = triton.cdiv(slot.blocks, BLOCK // 64)
         norm_sq = 0 if slot.norm_sq is None else slot.norm_sq.data_ptr()
         weight, *rest = (tensor.data_ptr() for _, tensor in slot.tensors())
         noise = 0 if slot.noise is None else slot.noise.words.data_ptr()
         columns = slot.weight.shape[-1] if slot.weight.dim() else 1
         addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), noise, columns, *rest)
-        scales = (scale.data_ptr() for scale in slot.scales)
+        of_weight = () if slot.weight_scale is None else (slot.weight_scale,)
+        scales = (scale.data_ptr() for scale in (*slot.scales, *of_weight))
         rows.append((blocks, first, grad.numel(), norm_sq, *addresses, *scales))
         first += blocks
     device = slots[0].weight.device

@@ -53,6 +53,7 @@ def wgrad_step_kernel(
     accumulator_strides,
     weight,
     weight_strides,
+    weight_scale,
     states,
     scales,
     master,
@@ -114,13 +115,16 @@ def wgrad_step_kernel(
             bits = tile_bits(noise, row, first, BLOCK_O, WIDTH, GROUPED)
         scaled = ()
         has_block = None
-        if len(scales) > 0:
+        weight_scaled = None
+        if len(scales) > 0 or weight_scale is not None:
             rows = row + tl.arange(0, BLOCK_O)
             block = rows.to(tl.int64) * tl.cdiv(I, 64) + first // 64
             has_block = rows < O
             for index in tl.static_range(len(scales)):
                 scaled = scaled + (scales[index] + block,)  # noqa: RUF005 - Triton has no unpacking
-        step_coordinates(g, inside, weights, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
+            if weight_scale is not None:
+                weight_scaled = weight_scale + block
+        step_coordinates(g, inside, weights, weight_scaled, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
     if partials is not None:
         tl.store(partials + tl.program_id(0), sum_of_squares)
 
@@ -215,8 +219,9 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> 
     if launch.grid[0]:
         wgrad_step_kernel[launch.grid](
             *launch.operands,
-            slot.weight,
+            as_bytes(slot.weight),
             slot.weight.stride(),
+            slot.weight_scale,
             tuple(map(as_bytes, slot.states)),
             tuple(slot.scales),
             slot.master,

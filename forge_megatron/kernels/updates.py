@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from ..formats.fp8 import WEIGHT
 from .slot import Slot
 
 _NOTHING = nullcontext()
@@ -34,4 +35,6 @@ def _measuring(slots: Sequence[Slot]) -> Iterator[None]:
 
 
 def _stepped(slot: Slot) -> Tensor:
+    if slot.weight_scale is not None:
+        return WEIGHT.load(slot.weight, slot.weight_scale)
     return (slot.weight if slot.master is None else slot.master).detach()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
 from forge_megatron.linear.modules import ForgeLinear
 
@@ -33,7 +34,7 @@ def reason_not_owned(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return "the weight is not a parameter (weight_norm, pruning)"
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in (nn.Parameter, Fp8Weight):
         return f"the weight is a {type(weight).__name__}"
     if weight.dtype not in FUSABLE_DTYPES:
         return f"dtype {weight.dtype}"
@@ -61,7 +62,7 @@ def expect_separate_storage(named: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: names both parameters. One parameter under two names is a tied weight, and fine.
     """
     spans: dict[int, list[tuple[int, int, str, Tensor]]] = {}
-    for name, tensor in ((name, local(p)) for name, p in named):
+    for name, tensor in ((name, p.codes if isinstance(p, Fp8Weight) else local(p)) for name, p in named):
         if tensor.numel() == 0:
             continue
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -28,7 +28,7 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--forge-recipe",
-        choices=sorted(RECIPES),
+        choices=sorted(name for name, (_, store) in RECIPES.items() if store != "fp8"),
         default=None,
         help="state format and weight store of these weights (default: the parameter's dtype, nearest)",
     )

@@ -123,6 +123,8 @@ def get_forge_optimizer(
         ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
     options = options or ForgeOptions()
+    if RECIPES.get(options.recipe, ("", ""))[1] == "fp8":
+        raise NotImplementedError(f"recipe={options.recipe!r} of Megatron's linears is not built; use 'sr-store'")
     conversions = [conversion_of(chunk) for chunk in model_chunks]
     if any(conversion is None for conversion in conversions):
         raise RuntimeError("call forge_megatron.megatron.prepare(model_chunks) before DDP is built")

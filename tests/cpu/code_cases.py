@@ -13,7 +13,9 @@ CODES = {
     "int8-nonnegative": int8.NONNEGATIVE,
     "fp8-signed": fp8.SIGNED,
     "fp8-nonnegative": fp8.NONNEGATIVE,
+    "fp8-weight": fp8.WEIGHT,
 }
+SIGNED = (int8.SIGNED, fp8.SIGNED, fp8.WEIGHT)
 
 
 def every_code(code) -> torch.Tensor:
@@ -24,7 +26,7 @@ def every_code(code) -> torch.Tensor:
     if code is int8.SIGNED:
         return torch.arange(-127, 128).to(torch.int8)
     values = written.view(torch.float8_e4m3fn).float()
-    kept = ~values.isnan() & (written != 0x80) & ((values >= 0) | (code is fp8.SIGNED))
+    kept = ~values.isnan() & (written != 0x80) & ((values >= 0) | (code in SIGNED))
     return written[kept][values[kept].argsort()]
 
 
@@ -43,7 +45,7 @@ def there_and_back(x, scales, stored, values, ENCODE: tl.constexpr, DECODE: tl.c
 def assert_kernels_agree(code, device: str) -> None:
     """Triton's functions on ``device`` give torch's codes and values on the CPU, bit for bit; also every code again."""
     x = torch.randn(2048, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-20, 2, 2048)
-    x = x if code in (int8.SIGNED, fp8.SIGNED) else x.square()
+    x = x if code in SIGNED else x.square()
     scale = spread(code.scale(in_blocks(x.abs()).amax(-1)), 2048)
     every = every_code(code)
     x[: len(every)] = code.decode(every, scale[0].expand(every.shape))

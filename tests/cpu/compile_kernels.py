@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ STORAGE = {
     "int8": (BF16, "int8", False),
     "fp8": (BF16, "fp8", False),
     "int8-noise": (BF16, "int8", False),
+    "codes-noise": (torch.float8_e4m3fn, "bf16", False),
+    "int8-codes-noise": (torch.float8_e4m3fn, "int8", False),
     "fp16-master": (FP16, "fp32", True),
     "fp32": (FP32, "fp32", False),
 }
@@ -49,6 +52,9 @@ COMPILED = [
     ("int8", "large"),
     ("int8-noise", "odd"),
     ("fp8", "large"),
+    ("codes-noise", "large"),
+    ("codes-noise", "odd"),
+    ("int8-codes-noise", "large"),
     ("bf16", "small"),
     ("bf16", "odd"),
     ("bf16", "lookup"),
@@ -67,6 +73,8 @@ ELEMENTWISE = [
     ("int8", 4096),
     ("int8-noise", 4097),
     ("fp8", 4096),
+    ("codes-noise", 4096),
+    ("int8-codes-noise", 4096),
     ("fp16-master", 4096),
     ("fp16-master", 4097),
 ]
@@ -123,6 +131,7 @@ def main() -> None:
     JITFunction.run = compile_only
     # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
     from forge_megatron.formats import Noise, Origin, scale_name, state_format
+    from forge_megatron.formats.code import scale_shape
     from forge_megatron.kernels import Slot, cublas_wgrad, softmax, triton_softmax, triton_step, triton_wgrad
     from forge_megatron.rules import get
 
@@ -139,11 +148,12 @@ def main() -> None:
         scalars = torch.zeros(rule.n_scalars)
         copy = torch.zeros(shape) if master else None
         noise = Noise(torch.zeros(7, dtype=torch.int64), Origin("w"), shape[-1]) if "noise" in storage else None
-        return Slot(rule, weight, states, scalars, copy, norm_sq=torch.zeros(()), noise=noise, scales=scales)
+        slot = Slot(rule, weight, states, scalars, copy, norm_sq=torch.zeros(()), noise=noise, scales=scales)
+        return replace(slot, weight_scale=torch.zeros(scale_shape(weight.shape)) if "codes" in storage else None)
 
     for storage, name in COMPILED:
         label = f"{storage} {name}"
-        weight = STORAGE[storage][0]
+        weight = BF16 if "codes" in storage else STORAGE[storage][0]
         shape, tokens, accumulator = LAUNCHES[name]
         segments = [tuple(torch.zeros(t, n, dtype=weight) for n in shape) for t in tokens]
         if name in ("lookup", "tied"):
@@ -158,9 +168,9 @@ def main() -> None:
             triton_wgrad.wgrad_write(segments, torch.zeros(shape, dtype=torch.bfloat16), None)
     for storage, size in ELEMENTWISE:
         label = f"{storage} {size}"
-        grad = torch.zeros(size, dtype=STORAGE[storage][0])
+        grad = torch.zeros(size, dtype=BF16 if "codes" in storage else STORAGE[storage][0])
         triton_step.step([slot((size,), storage)], [grad], None)
-    for storage in ("bf16", "bf16-noise", "int8", "int8-noise", "fp8"):
+    for storage in ("bf16", "bf16-noise", "int8", "int8-noise", "fp8", "codes-noise", "int8-codes-noise"):
         label = f"{storage} dense"
         cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
     for name in STAGED:

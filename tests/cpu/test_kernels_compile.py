@@ -38,7 +38,7 @@ def test_every_kernel_compiles_for_sm_90(compiled):
         "normaliser_kernel",
         "gradient_kernel",
     }
-    assert len([entry for entry in compiled if entry["kernel"] == "wgrad_step_kernel"]) == 21
+    assert len([entry for entry in compiled if entry["kernel"] == "wgrad_step_kernel"]) == 24
 
 
 def test_no_kernel_spills(compiled):
@@ -48,10 +48,10 @@ def test_no_kernel_spills(compiled):
 def test_aligned_16_bit_launches_use_the_tensor_cores_and_store_vectors(compiled):
     steps = [e for e in compiled if e["kernel"] == "wgrad_step_kernel" and not e["launch"].startswith("fp32")]
     # Odd shapes with states in blocks have tiles of 32 rows, which wgmma does not.
-    assert all(entry["wgmma"] for entry in steps if entry["launch"] != "int8-noise odd")
+    assert all(entry["wgmma"] for entry in steps if entry["launch"] not in ("int8-noise odd", "codes-noise odd"))
     whole = [entry for entry in steps if not entry["launch"].endswith("odd")]
     whole += [e for e in compiled if e["kernel"] == "multi_tensor_step_kernel" and e["launch"].endswith("4096")]
-    assert len(whole) == 19
+    assert len(whole) == 23
     assert all(entry["vector_stores"] for entry in whole)
 
 

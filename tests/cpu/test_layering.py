@@ -16,6 +16,7 @@ ORDER = [
     "forge_megatron.coordinator",
     "forge_megatron.coverage",
     "forge_megatron.groups",
+    "forge_megatron.codes",
     "forge_megatron.hidden",
     "forge_megatron.random_bits",
     "forge_megatron.replaced",

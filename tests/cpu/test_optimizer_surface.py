@@ -17,8 +17,6 @@ from tests.cpu.training import batch, mlp
     [
         ({"sharding": "full"}, "sharding='full'"),
         ({"backend": "hopper"}, "hopper"),
-        ({"recipe": "fp8-weight"}, "recipe='fp8-weight'"),
-        ({"weight_store": "fp8"}, "weight_store='fp8'"),
     ],
 )
 def test_an_option_that_is_not_built(options, match):

@@ -1,4 +1,4 @@
-"""The formats' bits on a GPU are those of the CPU: 8-bit codes, and stochastically rounded weights."""
+"""The formats' bits on a GPU are those of the CPU: 8-bit codes, and stochastically rounded weights and codes."""
 
 import sys
 from dataclasses import replace
@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
 import code_cases
+import test_fp8_weight
 from code_cases import CODES
 from test_stochastic import FAR, slot, stepped
 
@@ -34,3 +35,13 @@ def test_weights_are_rounded_as_on_the_cpu(shape, origin):
     expected = stepped(slot(shape, origin), "reference", fused=False)
     for fused in (True, False):
         assert torch.equal(stepped(on_gpu(slot(shape, origin)), "auto", fused=fused).cpu(), expected)
+
+
+@pytest.mark.parametrize("state_format", ["bf16", "int8"])
+@pytest.mark.parametrize("shape", [(33, 100), (512, 512), (257, 2050)])
+def test_codes_of_weights_are_rounded_as_on_the_cpu(shape, state_format):
+    slot = test_fp8_weight.ones(shape, Origin("w"), state_format)
+    expected = test_fp8_weight.stepped(slot, "reference", fused=False)
+    for fused in (True, False):
+        got = test_fp8_weight.stepped(slot, "auto", fused=fused, device="cuda")
+        assert all(map(torch.equal, got, expected))

@@ -1,0 +1,105 @@
+"""A weight that lies in memory as e4m3 codes with a scale for each block of 64 along the row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .code import BLOCK
+from .fp8 import WEIGHT
+
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class Fp8Weight(Tensor):
+    """A tensor of ``dtype`` to everything that reads it: each operation gets a dequantised copy, which it lets go.
+
+    It stays what it is under ``detach()``, ``clone()``, as a slice of rows, and in a ``state_dict``, whose
+    ``torch.save`` keeps codes and scales bit for bit. ``copy_`` from another one copies both; from a plain tensor it
+    rounds to the nearest codes.
+    Every other operation that writes is refused.
+
+    Attributes:
+        codes: e4m3, of the weight's shape, contiguous.
+        scales: fp32 ``[..., blocks]``, powers of two.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype, requires_grad: bool = False):
+        weight = Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
+        )
+        weight.codes, weight.scales = codes, scales
+        return weight
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fp8Weight:
+        """``tensor``, rounded to the nearest codes."""
+        codes, scales = WEIGHT.store(tensor.detach().float().contiguous())
+        return cls(codes, scales, tensor.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The weight in ``dtype``, outside autograd; bfloat16 and float32 hold every code exactly."""
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            return WEIGHT.load(self.codes, self.scales).to(self.dtype)
+        # In place: the scratch is one weight of this dtype.
+        dense, scales = self.codes.to(self.dtype), self.scales.to(self.dtype)
+        whole = dense.shape[-1] // BLOCK * BLOCK
+        dense[..., :whole].unflatten(-1, (-1, BLOCK)).mul_(scales[..., : whole // BLOCK, None])
+        dense[..., whole:].mul_(scales[..., whole // BLOCK :])
+        return dense
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __repr__(self, **_) -> str:
+        return f"Fp8Weight({list(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol):
+        return Fp8Weight, (self.codes, self.scales, self.dtype, self.requires_grad)
+
+    def __deepcopy__(self, memo):
+        copy = Fp8Weight(self.codes.clone(), self.scales.clone(), self.dtype, self.requires_grad)
+        copy._is_param = getattr(self, "_is_param", False)
+        return memo.setdefault(id(self), copy)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _SAME:
+            return Fp8Weight(args[0].codes, args[0].scales, args[0].dtype)
+        if func is torch.ops.aten.clone.default:
+            return Fp8Weight(args[0].codes.clone(), args[0].scales.clone(), args[0].dtype)
+        if func is torch.ops.aten.slice.Tensor and (len(args) < 2 or args[1] == 0):
+            rows = slice(*args[2:])
+            return Fp8Weight(args[0].codes[rows], args[0].scales[rows], args[0].dtype)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Fp8Weight):
+            return _written(args[0], args[1])
+        if _writes(func, args):
+            raise NotImplementedError(
+                f"{func} on a weight that is stored as e4m3 codes; copy_ is what writes one, rounding to the nearest"
+            )
+        args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.dequantize, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _written(weight: Fp8Weight, source: Tensor) -> Fp8Weight:
+    if not isinstance(source, Fp8Weight):
+        source = Fp8Weight.of(source.to(weight.device).expand(weight.shape))
+    weight.codes.view(torch.uint8).copy_(source.codes.view(torch.uint8))
+    weight.scales.copy_(source.scales)
+    return weight
+
+
+def _writes(func, args) -> bool:
+    schema = zip(func._schema.arguments, args, strict=False)
+    return any(
+        isinstance(value, Fp8Weight) and a.alias_info is not None and a.alias_info.is_write for a, value in schema
+    )
+
+
+torch.serialization.add_safe_globals([Fp8Weight])
