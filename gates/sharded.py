@@ -173,6 +173,13 @@ def alone(case: Case, arm: Arm) -> Run:
     return Run({name: p.detach().to(dtype) for name, p in masters.items()}, states, losses)
 
 
+def loss_of_weights(case: Case, run: Run) -> float:
+    """Of the weights after the last step, in their own dtype, on sequences that no step has seen."""
+    model, tokens = Model(case), torch.cat([tokens_of(case, STEPS, 0, rank) for rank in range(case.dp)])
+    with torch.no_grad():
+        return loss_of(lambda x: torch.func.functional_call(model, run.weights, (x,)), tokens).item()
+
+
 def loss_gap(ours: Run, reference: Run) -> float:
     """The largest difference of the losses of a step; NaN stays."""
     gaps = [a - b for a, b in zip(ours.losses, reference.losses, strict=True)]
