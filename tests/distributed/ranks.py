@@ -1,8 +1,14 @@
-"""Starts processes of one process group and runs functions of a test module in them."""
+"""Starts processes of one process group and runs functions of a test module in them.
+
+On the CPU they are forked from a server that has imported what they import, which takes a process longer than most
+tests do. On GPUs each starts anew: CUDA does not outlive a fork.
+"""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +24,9 @@ import torch.multiprocessing as mp
 
 
 def _process(
-    rank: int, world: int, folder: str, inside: Callable, backend: str, function: Callable, args: tuple
+    rank: int, environment: dict[str, str], world: int, folder: str, inside: Callable, backend: str, function, args
 ) -> None:
+    as_started_now(environment)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -52,11 +59,25 @@ def run(
     """
     with TemporaryDirectory() as folder:
         try:
-            mp.spawn(_process, (world, folder, inside, backend, function, args), nprocs=world)
+            settings = (dict(os.environ), world, folder, inside, backend, function, args)
+            mp.start_processes(_process, settings, nprocs=world, start_method=start_method(backend))
         except Exception as failure:
             told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
             raise AssertionError(told or str(failure)) from None
         return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world)]
+
+
+def start_method(backend: str) -> str:
+    if backend != "gloo":
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
+    return "forkserver"
+
+
+def as_started_now(environment: dict[str, str]) -> None:
+    """In a process from the server, whose environment is that of the first process that it started."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 class Workers:

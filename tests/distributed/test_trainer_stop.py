@@ -114,7 +114,7 @@ def test_the_self_test_writes_reads_and_leaves_nothing(data, tmp_path):
 def test_a_folder_that_cannot_be_saved_to_fails_after_the_first_step(data, tmp_path):
     """Row 130: not at the end of the run."""
     job = Job(tmp_path, data, ("checkpoint.self_test=true", "optimizer.use_forge=false"))
-    job.command()
+    job.arguments()
     job.checkpoints.write_text("in the way")
     job.run(code=1)
     assert set(job.losses()) == {1}

@@ -1,11 +1,17 @@
-"""Runs of the trainer for the tests: two small ranks over gloo, without the launcher's gates."""
+"""Runs of the trainer for the tests: two small ranks over gloo, without the launcher's gates.
+
+:meth:`Job.run` starts the ranks itself; :meth:`Job.start` starts torchrun's agent, which starts them.
+"""
 
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from launch import metrics, preflight
+from tests.distributed.ranks import as_started_now, start_method
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -58,17 +65,18 @@ class Job:
     def checkpoints(self) -> Path:
         return self.run_folder / "checkpoints"
 
-    def command(self, *overrides: str, ranks: int = 2) -> list[str]:
+    def arguments(self, *overrides: str) -> list[str]:
+        """Of ``launch.worker``, whose recipe is written."""
         recipe = self.folder / "recipe.yaml"
         recipe.parent.mkdir(parents=True, exist_ok=True)
         self.run_folder.mkdir(exist_ok=True)
         recipe.write_text(RECIPE.replace("DATA", str(self.data)).replace("RUN", str(self.run_folder)))
-        agent = [sys.executable, "-m", "launch.agent", "--nproc-per-node", str(ranks), "--standalone"]
-        return [*agent, "--local-addr", "127.0.0.1", "-m", "launch.worker", str(recipe), *self.overrides, *overrides]
+        return [str(recipe), *self.overrides, *overrides]
 
     def start(self, *overrides: str, ranks: int = 2) -> subprocess.Popen:
+        agent = [sys.executable, "-m", "launch.agent", "--nproc-per-node", str(ranks), "--standalone"]
         return subprocess.Popen(
-            self.command(*overrides, ranks=ranks),
+            [*agent, "--local-addr", "127.0.0.1", "-m", "launch.worker", *self.arguments(*overrides)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
@@ -77,11 +85,20 @@ class Job:
         )
 
     def run(self, *overrides: str, ranks: int = 2, code: int = 0) -> str:
-        """Run to the end; returns what was printed."""
-        process = self.start(*overrides, ranks=ranks)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == code, output
-        return output
+        """Run to the end; returns what was printed. ``code`` 1: some rank failed."""
+        arguments, output = self.arguments(*overrides), self.folder / "output"
+        output.write_text("")
+        context = multiprocessing.get_context(start_method("gloo"))
+        port = _free_port()
+        processes = []
+        for rank in range(ranks):
+            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            processes.append(context.Process(target=_rank, args=(environment, output, arguments)))
+            processes[-1].start()
+        code_of_all = _wait(processes, time.monotonic() + 240)
+        assert code_of_all == code, output.read_text()
+        return output.read_text()
 
     def losses(self) -> dict[int, float]:
         return {record["step"]: record["loss"] for record in metrics.read(self.run_folder, "step")}
@@ -97,6 +114,35 @@ class Job:
         assert any("exp_avg_sq" in key for key in state)
         assert any(key.startswith("rng") for key in state)
         return state
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank(environment: dict[str, str], output: Path, arguments: list[str]) -> None:
+    as_started_now(environment)
+    with output.open("a") as printed:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(printed.fileno(), stream.fileno())
+    from launch import worker
+
+    sys.exit(worker.main(arguments))
+
+
+def _wait(processes: list[multiprocessing.Process], deadline: float) -> int:
+    """0 when all have ended so, 1 as soon as one has not, which ends the others as torchrun does."""
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):
+            break
+        time.sleep(0.05)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return int(any(process.exitcode for process in processes))
 
 
 def _plain(value: object) -> object:
