@@ -31,7 +31,8 @@ from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
 from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
-from forge_megatron.state import exported, load_state, marker, new_state
+from forge_megatron.rules.whole import Whole
+from forge_megatron.state import exported, load_state, marker
 
 
 class ForgeOptimizer(Capturing):
@@ -55,6 +56,7 @@ class ForgeOptimizer(Capturing):
             rises. No weight becomes infinite or NaN, but a part of the step is taken, from a loss that was wrong.
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
+        wholes: of the parameters that are shards, where a rule reads more than one coordinate: the weight's.
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         process_group: the data-parallel ranks, whose gradients are summed in buckets that are stepped on arrival. What
             has a ``.grad``, which stays this rank's own, is summed in ``step()``; all ranks call it equally often.
@@ -90,6 +92,7 @@ class ForgeOptimizer(Capturing):
         sharding: str = "none",
         buckets: Buckets | None = None,
         origins: Mapping | None = None,
+        wholes: Mapping[Tensor, Whole] | None = None,
         shards: Sequence[ShardGroup] = (),
         **hyperparameters,
     ):
@@ -107,6 +110,7 @@ class ForgeOptimizer(Capturing):
             sharded=bool(shards),
         )
         self.random = RandomBits(seed, origins)
+        self._wholes = dict(wholes or {})
         self.backend = backend
         self.owned: dict[Tensor, OwnedWeight] = {}
         self.reasons: dict[Tensor, str] = {}
@@ -171,7 +175,8 @@ class ForgeOptimizer(Capturing):
                 self.state[p] = self.new_state(p, label)
         self.random.place(labels, self._group_of, self._formats)
         local = None if self._sums is None else self._sums.local
-        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, self.random, local)
+        places = self.random, local, self._wholes
+        self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, *places)
         self._shards.connect(labels, self._parameters.slots, self.state)
         if self._shards.group_of:
             self._parameters.over_ranks = NormsOverRanks(self._parameters.all)
@@ -180,11 +185,6 @@ class ForgeOptimizer(Capturing):
             self._connect(owned)
         if self._watching:
             self.watch()
-
-    def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
-        state = new_state(self.rule, self._group_of[p], self.held(p), label, self._formats)
-        self.expect_storable(label, self._group_of[p], state)
-        return state
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""

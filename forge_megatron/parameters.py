@@ -14,6 +14,7 @@ from forge_megatron.kernels import LateNorms, Slot, local, settle
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.replaced import replacements
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
 
 
 def _place(p: Tensor) -> tuple[int, int]:
@@ -40,9 +41,20 @@ class Parameters:
         random: the bits of the parameters that are rounded stochastically.
         held: gives the part of a parameter whose states this rank has; None: all of it. No method of the optimizer,
             which holds the parameters, and would then live until the collector finds both.
+        wholes: the weights of which parameters are parts.
     """
 
-    def __init__(self, rule: Rule, groups: list[dict], state, labels: dict[Tensor, str], random: RandomBits, held=None):
+    def __init__(
+        self,
+        rule: Rule,
+        groups: list[dict],
+        state,
+        labels: dict[Tensor, str],
+        random: RandomBits,
+        held=None,
+        wholes: Mapping[Tensor, Whole] | None = None,
+    ):
+        self._wholes = wholes or {}
         self._local = held or (lambda p: p)
         self._random = random
         self._formats = [_formats(group) for group in groups]
@@ -89,7 +101,8 @@ class Parameters:
         self._made[p] = dict(state)
         states = tuple(state[name] for name in rule.states)
         scales = tuple(state[scale_name(name)] for name in rule.states if scale_name(name) in state)
-        statistics = tuple(state[name] for name in rule.statistics(self._groups[self._group_of[p]], p.shape))
+        whole = self._wholes.get(p, WHOLE)
+        shapes = rule.statistics(self._groups[self._group_of[p]], whole.shape(p))
         scalars, norm = self._rows[p]
         self.slots[p] = Slot(
             rule,
@@ -102,7 +115,8 @@ class Parameters:
             noise=self._random.of(p),
             scales=scales,
             update_norm_sq=self._update_norms_sq.get(p),
-            statistics=statistics,
+            statistics=tuple(state[name] for name in shapes),
+            whole=whole,
             step=state["step"],
             late_norms=self._late_norms,
         )
@@ -245,7 +259,10 @@ class Parameters:
                 self.slots[p].rule = needed
 
     def _expect_same_statistics(self, p: Tensor, rule: Rule, group: dict) -> None:
-        for (name, shape), old in zip(rule.statistics(group, p.shape).items(), self.slots[p].statistics, strict=True):
+        slot = self.slots[p]
+        for (name, shape), old in zip(
+            rule.statistics(group, slot.whole.shape(p)).items(), slot.statistics, strict=True
+        ):
             if tuple(old.shape) != shape:
                 raise RuntimeError(
                     f"{self.labels[p]}: the hyperparameters of its group now need {name} of {list(shape)}, and it is "

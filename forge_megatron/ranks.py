@@ -13,6 +13,8 @@ from forge_megatron.coordinator import OrdinaryGradients, Pending, PendingSums
 from forge_megatron.groups import rule_of
 from forge_megatron.reports import Reports
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
+from forge_megatron.state import new_state
 
 
 class AcrossRanks(Reports):
@@ -20,6 +22,8 @@ class AcrossRanks(Reports):
 
     rule: Rule
     _formats: Mapping
+    _group_of: Mapping[Tensor, dict]
+    _wholes: Mapping[Tensor, Whole]
     _gradients: OrdinaryGradients
 
     def admit(self, p: Tensor) -> None:
@@ -30,10 +34,13 @@ class AcrossRanks(Reports):
         """What this rank steps of a parameter, or of a tensor of its shape."""
         return tensor if self._sums is None else self._sums.local(tensor)
 
-    def expect_storable(self, label: str, group: Mapping, state: Mapping[str, Tensor]) -> None:
-        """Raises ``NotImplementedError`` for a rule or for states that cannot be stepped from sums over ranks."""
+    def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
+        """The states that ``p`` would have; raises ``NotImplementedError`` for what no schedule can step."""
+        group = self._group_of[p]
+        state = new_state(self.rule, group, self.held(p), label, self._formats, self._wholes.get(p, WHOLE))
         if self._sums is not None:
             self._sums.expect_storable(label, rule_of(group, self.rule).variant(group), state)
+        return state
 
     def slot(self, p: Tensor) -> kernels.Slot:
         """What a step of ``p`` reads and writes; makes the states of one that was frozen."""

@@ -15,6 +15,7 @@ from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot, is_sharded, shard_like
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
 
 # torch's own switches of how, not what: a checkpoint's values for them mean nothing here.
 _IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
@@ -39,7 +40,9 @@ class Restorable(Protocol):
         """Gives ``p``, which was frozen, its states."""
 
 
-def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Mapping) -> dict[str, Tensor]:
+def new_state(
+    default: Rule, group: Mapping, p: Tensor, label: str, formats: Mapping, whole: Whole = WHOLE
+) -> dict[str, Tensor]:
     """States before the first step under torch's names, and the master if the store has one.
 
     ``step`` and a rule's running numbers are 0-dim fp32 on the CPU.
@@ -50,6 +53,7 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
         p: the parameter.
         label: what errors call it.
         formats: those of the groups that give none.
+        whole: the weight of which ``p`` is a part.
 
     Raises:
         TypeError: a dtype that weights cannot have, naming ``label``.
@@ -64,7 +68,7 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
         )
     try:
         if rule.fits is not None:
-            rule.fits(group, p.shape)
+            rule.fits(group, whole.shape(p))
         state_format, store = resolve_group(p.dtype, group, formats)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{label}: {error}") from None
@@ -75,7 +79,7 @@ def new_state(default: Rule, group: Mapping, p: Tensor, label: str, formats: Map
     for name in rule.states:
         sign = name in rule.nonnegative
         state.update(state_format.allocate(name, p, initial.get(name, 0.0), nonnegative=sign))
-    shapes = rule.statistics(group, p.shape)
+    shapes = rule.statistics(group, whole.shape(p))
     state.update((name, torch.zeros(shape, dtype=torch.float32, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}

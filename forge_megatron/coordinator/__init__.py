@@ -6,6 +6,7 @@ from forge_megatron.coordinator.fully_sharded import FullySharded
 from forge_megatron.coordinator.loss_scale import LossScale, loss_scale
 from forge_megatron.coordinator.ordinary import OrdinaryGradients
 from forge_megatron.coordinator.partial import PartialSums
+from forge_megatron.coordinator.parts import Part
 from forge_megatron.coordinator.pending import Pending
 from forge_megatron.coordinator.pending_sums import PendingSums
 from forge_megatron.coordinator.plan import Plan, plan
@@ -22,6 +23,7 @@ __all__ = [
     "LossScale",
     "NormsOverRanks",
     "OrdinaryGradients",
+    "Part",
     "PartialSums",
     "Pending",
     "PendingSums",

@@ -13,6 +13,7 @@ from ..formats.code import Code, scale_shape
 from ..formats.noise import WORDS
 from ..formats.weight import Fp8Weight
 from ..rules import Rule
+from ..rules.whole import WHOLE, Whole
 from .lookups import is_lookup
 from .norms import LateNorms
 
@@ -42,6 +43,7 @@ class Slot:
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
         statistics: fp32 states of a rule with stages that are not weight-shaped, in the rule's order.
+        whole: the weight of which this one is a part, where a rule in stages reads all of it.
         step: count of updates so far, 0-dim fp32 on the CPU; read by projected rules alone.
         late_norms: where launches leave partial sums for ``norms.settle``; None: they are added up at once.
         memo: what launches keep from one step to the next, for as long as the weight stays where it is: that its
@@ -58,6 +60,7 @@ class Slot:
     noise: Noise | None = None
     update_norm_sq: Tensor | None = None
     statistics: tuple[Tensor, ...] = ()
+    whole: Whole = WHOLE
     step: Tensor | None = None
     scales: tuple[Tensor, ...] = ()
     weight_scale: Tensor | None = None

@@ -88,12 +88,13 @@ def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:
-    """Indices of weights of one rule and shape, so that their scratches are one tensor."""
+    """Indices of weights of one rule, shape and place in the whole, so that their scratches are one tensor."""
     alike: dict[tuple, list[int]] = {}
     for index, slot in enumerate(slots):
-        alike.setdefault((slot.rule, slot.weight.shape), []).append(index)
-    for (_, shape), indices in alike.items():
-        size = max(1, STACK_ELEMENTS // max(1, shape.numel()))
+        alike.setdefault((slot.rule, slot.weight.shape, slot.whole), []).append(index)
+    for indices in alike.values():
+        first = slots[indices[0]]
+        size = max(1, STACK_ELEMENTS // max(1, first.whole.shape(first.weight).numel()))
         yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
 
@@ -102,7 +103,9 @@ def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
     if stages.transform is None:
         return [_direct(slot, u) for slot, u in zip(batch, stack, strict=True)]
     # A single matrix takes the kernels of a single matrix, whose sums have torch.optim's order.
-    return [stages.transform(stack[0])] if len(batch) == 1 else list(stages.transform(stack))
+    if len(batch) == 1:
+        return [batch[0].whole.transform(stack[0], stages.transform, stages.reads)]
+    return list(batch[0].whole.transform(stack, stages.transform, stages.reads))
 
 
 def _direct(slot: Slot, u: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ def _direct(slot: Slot, u: Tensor) -> Tensor:
     epilogue = replace(slot, rule=stages.epilogue, **_states(slot, stages.epilogue))
     stored = zip(epilogue.codes(), epilogue.states, epilogue.scales or [None] * len(epilogue.states), strict=True)
     states = tuple(code.load(state, scale) for code, state, scale in stored)
-    return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind())
+    return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind(), slot.whole)
 
 
 def _epilogue(slot: Slot, scratch: Tensor) -> Slot:

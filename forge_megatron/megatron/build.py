@@ -22,11 +22,12 @@ from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.head import fuse, models_with_head
-from forge_megatron.megatron.matrices import expect_whole_matrices, groups_of
+from forge_megatron.megatron.matrices import expect_shardable, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
+from forge_megatron.megatron.wholes import wholes
 from forge_megatron.optimizer import ForgeOptimizer
 from forge_megatron.rules import Rule
 
@@ -117,8 +118,8 @@ def get_forge_optimizer(
 
     Raises:
         RuntimeError: :func:`prepare` was not called before DDP was built.
-        NotImplementedError: a switch that is not built, or a rule that reads whole matrices beside tensor
-            parallelism, by name.
+        NotImplementedError: a switch that is not built, or a projected rule beside tensor parallelism,
+            by name.
         TypeError: a hyperparameter that the rule does not have.
         ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
@@ -131,7 +132,7 @@ def get_forge_optimizer(
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
-    expect_whole_matrices(_rule(config, options), parallel_state.get_tensor_model_parallel_world_size())
+    expect_shardable(_rule(config, options), parallel_state.get_tensor_model_parallel_world_size())
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:
@@ -216,12 +217,13 @@ def _forge(
     owned = [weight for conversion in conversions for weight in conversion.owned.values()]
     rule = _rule(config, options)
     model = unwrap(model_chunks[0]).config
-    groups = []
+    groups: list[dict[str, Any]] = []
+    places = None if rule.regime == "fused" else wholes(model_chunks, owned)
     for group in layout.groups:
         members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
         if members:
             named = {} if options.rule is None else {"rule": rule.name}
-            groups += groups_of(rule, options.hyperparameters, config, model, {**group, **named}, members)
+            groups += groups_of(rule, options.hyperparameters, config, model, {**group, **named}, members, places)
     forge = ForgeOptimizer(
         groups,
         rule.name,
@@ -230,6 +232,7 @@ def _forge(
         backend=options.backend,
         seed=options.seed,
         origins=origins(model_chunks, owned) if _is_stochastic(options.recipe) else None,
+        wholes=places,
         waiting=waits,
         accumulation_steps=None if waits else 1,
     )

@@ -1,10 +1,11 @@
-"""Rules that read a whole matrix under Megatron: where they are refused, and what a fused weight holds."""
+"""Rules that read a whole matrix under Megatron: which weights they step, and what a fused weight holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -12,22 +13,23 @@ from torch import Tensor
 from forge_megatron import rules
 from forge_megatron.megatron.rule import hyperparameters
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
 
 #: Rules of hidden matrices: the output layer is left to AdamW.
 _HIDDEN_ONLY = frozenset({"muon", "galore", "apollo", "apollo_mini"})
 
 
-def expect_whole_matrices(rule: Rule, tensor_parallel_size: int) -> None:
-    """Raises where a rank holds a shard of what the rule reads whole: its update would depend on the sharding.
+def expect_shardable(rule: Rule, tensor_parallel_size: int) -> None:
+    """Raises where a rank holds a shard, and the rule reads more of it than norms, sums and matrices of states.
 
     Raises:
         NotImplementedError: names the rule and the degree.
     """
-    if rule.regime != "fused" and tensor_parallel_size > 1:
-        fused = ", ".join(name for name in rules.available() if rules.get(name).regime == "fused")
+    if rule.regime == "projected" and tensor_parallel_size > 1:
+        others = ", ".join(name for name in rules.available() if rules.get(name).regime != "projected")
         raise NotImplementedError(
-            f"--forge-rule {rule.name} reads whole matrices, of which tensor parallelism {tensor_parallel_size} leaves "
-            f"a rank a shard; use --tensor-model-parallel-size 1, or one of: {fused}"
+            f"--forge-rule {rule.name} projects whole matrices, of which tensor parallelism {tensor_parallel_size} "
+            f"leaves a rank a shard; use --tensor-model-parallel-size 1, or one of: {others}"
         )
 
 
@@ -38,6 +40,7 @@ def groups_of(
     model: TransformerConfig,
     group: Mapping[str, Any],
     members: Sequence[tuple[str, Tensor]],
+    places: Mapping[Tensor, Whole] | None = None,
 ) -> list[dict[str, Any]]:
     """``group`` with ``members``, cut by what the rule does with each.
 
@@ -48,11 +51,13 @@ def groups_of(
         model: what a fused weight holds.
         group: Megatron's.
         members: its owned weights, named.
+        places: the weights of which they are shards, if they are.
     """
     cut: dict[Any, list[tuple[str, Tensor]]] = {}
     for name, weight in members:
         head = rule.name in _HIDDEN_ONLY and getattr(weight, "is_embedding_or_output_parameter", False)
-        split = None if head or rule.name != "muon" or "row_split" in chosen else row_split(name, weight, model)
+        shape = (places or {}).get(weight, WHOLE).shape(weight)
+        split = None if head or rule.name != "muon" or "row_split" in chosen else row_split(name, shape, model)
         cut.setdefault("head" if head else split, []).append((name, weight))
     groups = []
     for key, part in cut.items():
@@ -66,13 +71,16 @@ def groups_of(
     return groups
 
 
-def row_split(name: str, weight: Tensor, model: TransformerConfig) -> tuple[int, ...] | None:
+def row_split(name: str, shape: torch.Size, model: TransformerConfig) -> tuple[int, ...] | None:
     """The matrices in a fused weight, as Muon's ``row_split``: queries, keys and values, and SwiGLU's two halves.
+
+    Args:
+        shape: of the whole weight, whatever its sharding.
 
     Raises:
         ValueError: the rows are not those of the attention that the config describes.
     """
-    rows = weight.shape[0]
+    rows = shape[0]
     if name.endswith("linear_fc1.weight") and model.gated_linear_unit:
         return (rows // 2, rows // 2)
     if not name.endswith("linear_qkv.weight"):

@@ -9,6 +9,9 @@ from torch import Tensor
 #: 0, so five steps bring every singular value into about [0.7, 1.2], not to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
+#: What everything is rounded to, from the matrix on.
+NS_DTYPE = torch.bfloat16
+
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
     """Returns ``p(p(... X))`` of ``X = matrix / |matrix|_F`` with ``p(X) = a X + (b A + c A^2) X``, ``A = X X^T``.
@@ -26,7 +29,7 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: tuple[float, float, 
     """
     a, b, c = coefficients
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(torch.bfloat16)
+    x = matrix.to(NS_DTYPE)
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm

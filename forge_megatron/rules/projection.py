@@ -71,7 +71,7 @@ def step_then_decay(u, w, states, h):
     return (w - step_size * u) * decay, states
 
 
-def direct(u, w, states, statistics, h):
+def direct(u, w, states, statistics, h, whole):
     return adam(u, statistics, h)
 
 

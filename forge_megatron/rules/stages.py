@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .bind import torch_language as tl
+from .whole import Whole
 
 if TYPE_CHECKING:
     from .projection import Projection
@@ -55,15 +56,18 @@ class Stages:
         epilogue: on G, with the scratch as its weight.
         apply: on the direction, with the weight as its weight.
         transform: ``[..., O, I] -> [..., O, I]``, fp32, of the scratch alone: equal shapes are stacked.
-        direct: ``(u, w, states, statistics, h) -> direction``, fp32, where the matrix stage reads more: the
+        reads: what ``transform`` rounds the scratch to before anything else.
+        direct: ``(u, w, states, statistics, h, whole) -> direction``, fp32, where the matrix stage reads more: the
             scratch, the weight or its master as it is stored, the epilogue's states in fp32, the statistics,
-            which it updates in place, and all scalars as 0-dim tensors. It may write to ``u``.
+            which it updates in place, all scalars as 0-dim tensors, and the weight of which ``u``, ``w`` and the
+            states may be a part. It may write to ``u``.
         projection: how matrices are stepped instead, from a projection of the gradient.
     """
 
     epilogue: Stage
     apply: Stage
     transform: Callable[[Tensor], Tensor] | None = None
+    reads: torch.dtype = torch.float32
     direct: Callable | None = None
     projection: Projection | None = None
 
@@ -88,14 +92,9 @@ def sign_of(group: Mapping) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def norm(x: Tensor) -> Tensor:
-    """The 2-norm of all entries, 0-dim fp32."""
-    return torch.linalg.vector_norm(x, dtype=torch.float32)
-
-
-def rms(x: Tensor) -> Tensor:
-    """The root mean square of all entries, 0-dim fp32."""
-    return norm(x) / math.sqrt(x.numel())
+def root_numel(x: Tensor, whole: Whole) -> float:
+    """What a whole tensor's norm is divided by to be the root mean square of its entries."""
+    return math.sqrt(whole.shape(x).numel())
 
 
 def settle(statistics: tuple[Tensor, ...], new: tuple[Tensor, ...], witness: Tensor) -> Tensor:

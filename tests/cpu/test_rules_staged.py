@@ -61,11 +61,11 @@ FP64 = [
 #: A step of one length, whatever the gradient's.
 UNIT = """
 from forge_megatron.rules import Rule, Stages, register
-from forge_megatron.rules.stages import STEP_DECAYED, STORE_GRADIENT, norm
+from forge_megatron.rules.stages import STEP_DECAYED, STORE_GRADIENT
 
 
-def direct(u, w, states, statistics, h):
-    return u.div_(norm(u))
+def direct(u, w, states, statistics, h, whole):
+    return u.div_(*whole.norms(u))
 
 
 STAGES = Stages(STORE_GRADIENT, STEP_DECAYED, direct=direct)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, norm, rms, settle, sign_of
+from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, root_numel, settle, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -43,25 +43,27 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     return (*own, sign_of(group), 1.0 - lr * float(group["weight_decay"]), 1.0)
 
 
-def mean_square(g: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(g, dim=dim, keepdim=True).square_().div_(g.shape[dim])
+def sum_of_squares(g: Tensor, dim: int) -> Tensor:
+    return torch.linalg.vector_norm(g, dim=dim, keepdim=True).square_()
 
 
-def direct(u, w, states, statistics, h, eps1):
+def direct(u, w, states, statistics, h, whole, eps1):
     share, relative_step, eps2, d, sign = h[:5]
     eps1 = torch.finfo(w.dtype).eps if eps1 is None else eps1
     if len(statistics) == 1:
-        new = (torch.lerp(statistics[0], u.square(), share),)
-        variance = new[0].clone()
+        (squares,) = whole.sums((u.square(), ()))
+        new = (torch.lerp(statistics[0], squares, share),)
+        variance = whole.part(new[0]).clone()
     else:
-        means = (mean_square(u, -1), mean_square(u, -2))
+        sums = whole.sums(*((sum_of_squares(u, dim), (dim,)) for dim in (-1, -2)))
+        means = (sum.div_(whole.shape(u)[dim]) for dim, sum in zip((-1, -2), sums, strict=True))
         new = tuple(torch.lerp(old, mean, share) for old, mean in zip(statistics, means, strict=True))
-        variance = new[0] * new[1]
+        variance = whole.part(new[0]) * whole.part(new[1])
         variance.div_(new[0].mean(dim=-2, keepdim=True).clamp_(min=eps1))
     update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(u)
-    size = norm(update)
-    alpha = torch.maximum(eps2, rms(w)) * relative_step
-    alpha = alpha * sign / torch.clamp(size / (math.sqrt(u.numel()) * d), min=1.0)
+    size, weight_norm = whole.norms(update, w)
+    alpha = torch.maximum(eps2, weight_norm / root_numel(w, whole)) * relative_step
+    alpha = alpha * sign / torch.clamp(size / (root_numel(u, whole) * d), min=1.0)
     return update.mul_(alpha * settle(statistics, new, size))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, rms, settle, sign_of
+from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, root_numel, settle, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -45,18 +45,21 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     )
 
 
-def direct(u, w, states, statistics, h):
+def direct(u, w, states, statistics, h, whole):
     share, eps1, eps2, threshold, lr, weight_decay, sign = h[:7]
     squares = u.square().add_(eps1)
     if len(statistics) == 1:
+        (squares,) = whole.sums((squares, ()))
         new = (torch.lerp(statistics[0], squares, share),)
-        update = new[0].rsqrt().mul_(u)
+        update = whole.part(new[0]).rsqrt().mul_(u)
     else:
-        new = tuple(torch.lerp(old, squares.mean(dim), share) for old, dim in zip(statistics, (-1, -2), strict=True))
+        sums = whole.sums(*((squares.sum(dim, keepdim=True), (dim,)) for dim in (-1, -2)))
+        means = (sum.div_(whole.shape(u)[dim]).squeeze(dim) for dim, sum in zip((-1, -2), sums, strict=True))
+        new = tuple(torch.lerp(old, mean, share) for old, mean in zip(statistics, means, strict=True))
         row = (new[0] / new[0].mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-        update = torch.mul(row, new[1].unsqueeze(-2).rsqrt(), out=squares).mul_(u)
-    size = rms(update)
-    step_size = lr * torch.maximum(eps2, rms(w)) * settle(statistics, new, size)
+        update = torch.mul(whole.part(row), whole.part(new[1].unsqueeze(-2)).rsqrt(), out=squares).mul_(u)
+    size, weight_size = (norm / root_numel(u, whole) for norm in whole.norms(update, w))
+    step_size = lr * torch.maximum(eps2, weight_size) * settle(statistics, new, size)
     update.mul_(step_size * sign / torch.clamp(size / threshold, min=1.0))
     return update.addcmul_(w.float(), step_size * weight_decay)
 

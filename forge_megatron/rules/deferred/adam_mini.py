@@ -52,14 +52,18 @@ def update(g, w, states, h):
     return g, (tl.fma(g * sign - states[0], weight, states[0]),)
 
 
-def direct(u, w, states, statistics, h):
+def direct(u, w, states, statistics, h, whole):
     weight, correction1, correction2_sqrt, eps = h[2:6]
     blocks = statistics[0].numel()
-    means = u.reshape(blocks, -1).square().mean(dim=1)
+    others = tuple(range(1, u.dim()))
+    squares = u.square()
+    (rows,) = whole.sums((squares.sum(others, keepdim=True) if others else squares, others))
+    means = rows.view(blocks, -1).sum(dim=1).mul_(blocks / whole.shape(u).numel())
     new = torch.lerp(statistics[0], means, weight)
     poison = settle(statistics, (new,), new.sum())
     factor: Tensor = poison / ((new.sqrt() / correction2_sqrt + eps) * correction1)
-    return torch.mul(states[0].reshape(blocks, -1), factor.unsqueeze(1), out=u.view(blocks, -1)).view(u.shape)
+    of_rows = factor.repeat_interleave(rows.numel() // blocks).view(rows.shape)
+    return torch.mul(states[0], whole.part(of_rows), out=u)
 
 
 STAGES = Stages(Stage("adam_mini", ("exp_avg",), 2, update), STEP_DECAYED, direct=direct)

@@ -14,7 +14,7 @@ import torch
 
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stage, Stages, norm, sign_of
+from ..stages import STEP_DECAYED, STORE_GRADIENT, Stage, Stages, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -42,11 +42,11 @@ def update(u, w, states, h):
     return tl.fma(tl.fma(buffer, of_buffer, u * of_d), -lr, w), (buffer,)
 
 
-def direct(u, w, states, statistics, h):
+def direct(u, w, states, statistics, h, whole):
     coefficient, weight_decay, sign = h[:3]
     if u.dim() < 2:
         return u.mul_(sign)
-    weight_norm, gradient_norm = norm(w), norm(u)
+    weight_norm, gradient_norm = whole.norms(w, u)
     below = gradient_norm + weight_decay * weight_norm
     ratio = torch.where((weight_norm == 0) | (below == 0), 1.0, coefficient * weight_norm / below)
     return u.mul_(sign).addcmul_(w.float(), weight_decay).mul_(ratio)

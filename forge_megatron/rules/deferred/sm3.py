@@ -47,15 +47,15 @@ def update(u, w, states, h):
     return tl.fma(momentum, -lr, w), (momentum,)
 
 
-def direct(u, w, states, statistics, h, keeps_largest):
+def direct(u, w, states, statistics, h, whole, keeps_largest):
     beta, eps, sign = h[:3]
-    least = functools.reduce(torch.minimum, statistics[1:], statistics[0].clone())
+    parts = [whole.part(accumulator) for accumulator in statistics]
+    least = functools.reduce(torch.minimum, parts[1:], parts[0].clone())
     v = least.mul_(beta).addcmul_(u.square(), 1.0 - beta) if keeps_largest else least.addcmul_(u, u)
-    new = []
-    for index, accumulator in enumerate(statistics):
-        others = [dim for dim in range(v.dim()) if dim != index]
-        largest = v.amax(dim=others, keepdim=True) if others else v
-        new.append(torch.maximum(accumulator, largest) if keeps_largest else largest)
+    all_others = [tuple(dim for dim in range(v.dim()) if dim != index) for index in range(len(statistics))]
+    new = whole.maxima(*((v.amax(dim=others, keepdim=True) if others else v, others) for others in all_others))
+    if keeps_largest:
+        new = [torch.maximum(accumulator, largest) for accumulator, largest in zip(statistics, new, strict=True)]
     poison = settle(statistics, tuple(new), new[0].sum())
     return v.add_(eps).rsqrt_().mul_(u).mul_(sign * poison)
 

@@ -13,7 +13,7 @@ import torch
 
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, Stage, Stages, norm, sign_of
+from ..stages import STEP_DECAYED, Stage, Stages, sign_of
 
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
@@ -32,9 +32,9 @@ def update(g, w, states, h):
     return exp_avg / correction1 / (tl.sqrt(exp_avg_sq) / correction2_sqrt + eps), (exp_avg, exp_avg_sq)
 
 
-def direct(u, w, states, statistics, h):
+def direct(u, w, states, statistics, h, whole):
     u.addcmul_(w.float(), h[7])
-    weight_norm, norm_of_u = norm(w), norm(u)
+    weight_norm, norm_of_u = whole.norms(w, u)
     # Asked this way round, a NaN in u reaches the ratio, and so every coordinate.
     either_is_zero = (weight_norm == 0) | (norm_of_u == 0)
     return u.mul_(torch.where(either_is_zero, 1.0, weight_norm / norm_of_u))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..bind import torch_language as tl
-from ..newton_schulz import COEFFICIENTS, newton_schulz
+from ..newton_schulz import COEFFICIENTS, NS_DTYPE, newton_schulz
 from ..rule import Rule, register
 from ..stages import STEP_DECAYED, Stage, Stages
 
@@ -106,7 +106,7 @@ def stages(is_nesterov: bool, *options) -> Stages:
     transform = functools.partial(
         orthogonal, split=split, steps=steps, coefficients=coefficients, eps=eps, convention=convention
     )
-    return Stages(epilogue, STEP_DECAYED, transform=transform)
+    return Stages(epilogue, STEP_DECAYED, transform=transform, reads=NS_DTYPE)
 
 
 def stages_of(group: Mapping) -> Stages:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ..bind import torch_language as tl
-from ..newton_schulz import COEFFICIENTS, newton_schulz
+from ..newton_schulz import COEFFICIENTS, NS_DTYPE, newton_schulz
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, Stage, Stages, rms, sign_of
+from ..stages import STEP_DECAYED, Stage, Stages, root_numel, sign_of
+from ..whole import Whole
 
 NORMS = ("auto", "spectral", "sign", "rms")
 
@@ -72,13 +73,19 @@ def update(g, w, states, h):
     return d, (d,)
 
 
-def steepest(u: Tensor, norm_type: str, steps: int) -> Tensor:
+def steepest(u: Tensor, norm_type: str, steps: int, whole: Whole) -> Tensor:
     """The linear minimisation oracle's direction for ``u``, with the sign of ``u``."""
     vector = u.dim() < 2
     if norm_type == "rms" or (norm_type == "auto" and vector):
-        return u.div_(rms(u) + 1e-8)
+        (size,) = whole.norms(u)
+        return u.div_(size / root_numel(u, whole) + 1e-8)
     if norm_type == "sign":
-        return u.sign_().div_(u.shape[1])
+        return u.sign_().div_(whole.shape(u)[1])
+    return whole.transform(u, functools.partial(spectral, steps=steps), NS_DTYPE)
+
+
+def spectral(u: Tensor, steps: int) -> Tensor:
+    """:func:`steepest` in the spectral norm, of the whole of ``u``."""
     rows, columns = u.shape[:2]
     factor = newton_schulz(u.flatten(1), steps, COEFFICIENTS, 1e-7)
     return u.copy_(factor.reshape(u.shape)).mul_(math.sqrt(rows / columns) / math.prod(u.shape[2:]))
@@ -86,8 +93,8 @@ def steepest(u: Tensor, norm_type: str, steps: int) -> Tensor:
 
 @functools.cache
 def stages(norm_type: str, steps: int) -> Stages:
-    def direct(u, w, states, statistics, h):
-        return steepest(u, norm_type, steps)
+    def direct(u, w, states, statistics, h, whole):
+        return steepest(u, norm_type, steps, whole)
 
     return Stages(Stage("scion", ("d",), 2, update), STEP_DECAYED, direct=direct)
 
