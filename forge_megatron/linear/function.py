@@ -21,7 +21,7 @@ class OwnedLinearFunction(torch.autograd.Function):
         ctx.has_bias = bias is not None
         if use.ticket is not None:
             ctx.save_for_backward(x)
-        return F.linear(x, use.weight.to(x.dtype), bias)
+        return F.linear(x, use.weight_as(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -31,7 +31,7 @@ class OwnedLinearFunction(torch.autograd.Function):
         dx = None
         with without_autocast(dy.device.type):
             if x_wanted:
-                dx = dy @ use.weight.to(dy.dtype)
+                dx = dy @ use.weight_as(dy.dtype)
             rows = _rows(dy)
             dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
             if wanted:
@@ -47,17 +47,15 @@ def is_callers(x: Tensor) -> bool:
 
 def _rows(tensor: Tensor) -> Tensor:
     """``[tokens, features]``; either may be 0."""
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-# As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second.
-@torch._disable_dynamo
 def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear(x, weight, bias)`` for an owned weight.
 
     Under autocast the operands are cast as ``F.linear``'s are, and the gradient stays in fp32 from the
-    accumulator to the update. ``torch.compile`` breaks the graph here: the update is a side effect of
-    backward that a traced graph would drop.
+    accumulator to the update. Call it where ``torch.compile`` does not trace: the update is a side effect of backward
+    that a traced graph would drop.
 
     Args:
         x: ``[..., I]``, any strides.

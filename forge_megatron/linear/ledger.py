@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class GraphTask:
     nested: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What becomes of a weight's gradient in one graph task.
 
     Attributes:
@@ -229,11 +228,10 @@ class Ledger:
             return use.owned in self._tasks[task].wanted
 
     def deliver(self, use: Use, dy: Tensor, x: Tensor, borrowed: bool) -> None:
-        owned = use.owned
-        task = torch._C._current_graph_task_id()
+        owned, task = use.owned, use.task
         if use.recomputed:
             owned.count_replay()
-        last = not any(other.task != task and other.runs_here() for other in owned.live_uses())
+        last = not owned.has_more_here(task)
         held = last and not owned.waits and not self.now.accepts(owned)
         if owned.waits or held or not last:
             owned.factors.keep(dy, x, task, borrowed_x=borrowed)
@@ -274,16 +272,18 @@ class Ledger:
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             owned.check_layout()
-            # Several graphs of forwards that were run before the first backward are one micro-batch.
-            new = any(use.opened >= owned.examined and not use.recomputed for use in here)
-            micro_batch = owned.micro_batches + new
             if owned.updated:
                 raise RuntimeError(
                     f"{owned.name}: a second backward before step(), but the weight has already been updated; "
                     "call step() after each backward, or attach with accumulation_steps"
                 )
+            new = recomputed = False
             for use in here:
                 use.expect_current()
+                recomputed |= use.recomputed
+                # Several graphs of forwards that were run before the first backward are one micro-batch.
+                new |= use.opened >= owned.examined and not use.recomputed
+            micro_batch = owned.micro_batches + new
             if self.micro_batches is not None and micro_batch > self.micro_batches:
                 raise RuntimeError(
                     f"{owned.name}: backward number {micro_batch} since the last step(), with accumulation_steps="
@@ -296,7 +296,7 @@ class Ledger:
                 or owned.has_unfinished(here, alive)
                 or owned.plain_consumer_runs()
                 # The outer graph task of a reentrant checkpoint can't be asked.
-                or (any(use.recomputed for use in here) and owned.has_plain_consumer())
+                or (recomputed and owned.has_plain_consumer())
             )
             verdicts[owned] = Verdict(waits, micro_batch)
         asked = [owned for owned in left_out if owned.is_asked_for()]

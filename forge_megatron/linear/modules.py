@@ -15,7 +15,8 @@ class ForgeLinear(Attached, nn.Linear):
 
     plain = nn.Linear
 
-    # Here and not in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
+    # As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second. Here and not
+    # in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
     @torch._disable_dynamo
     def forward(self, input: Tensor) -> Tensor:
         if self.owner_in_forward() is None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from forge_megatron.kernels import Slot
     from forge_megatron.linear.ledger import Ledger
 
+_will_execute = torch._C._will_engine_execute_node
+
 # Weak on both sides: an optimizer that dies takes its owned weights with it, and the model stays usable.
 _owners: dict[int, weakref.ref[OwnedWeight]] = {}
 # Backward runs in one thread a device, and another thread may run a forward meanwhile.
@@ -76,7 +78,7 @@ def accumulates(leaf: Tensor) -> bool:
 def _leaf_is_input(leaf: Tensor, *, captured: bool) -> bool:
     """Whether the running backward computes the gradient of ``leaf``; ``captured`` if autograd.grad returns it."""
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        return _will_execute(get_gradient_edge(leaf).node)
     except RuntimeError:
         # The engine's answer for a leaf that autograd.grad was given.
         return captured
@@ -174,14 +176,18 @@ class OwnedWeight:
         """The uses whose graphs are alive."""
         return [use for reference in tuple(self._uses) if (use := reference()) is not None]
 
+    def has_more_here(self, task: int) -> bool:
+        """Inside the graph task ``task``, at a use: the engine will execute another that it has not reached."""
+        return len(self._uses) > 1 and any(use.task != task and use.runs_here() for use in self.live_uses())
+
     def ticket_runs(self) -> bool:
-        return torch._C._will_engine_execute_node(self._ticket_node)
+        return _will_execute(self._ticket_node)
 
     def plain_consumer_runs(self) -> bool:
         """Inside a backward: something reads the weight without calling the module."""
         if self._weight_node is None or self._weight_node.variable is not self.weight:
             self._weight_node = get_gradient_edge(self.weight).node
-        return torch._C._will_engine_execute_node(self._weight_node)
+        return _will_execute(self._weight_node)
 
     def has_plain_consumer(self) -> bool:
         """A graph that is alive, be it of an outer graph task, reads the weight without calling the module.
@@ -198,9 +204,11 @@ class OwnedWeight:
 
     def has_unfinished(self, here: list[Use], alive: list[Use]) -> bool:
         """Some use of the weight as it is now lies outside the running graph task's uses ``here``."""
-        if any(not (use.executed or use.recomputed or use in here) and use.current for use in alive):
+        if len(alive) > len(here) and any(
+            not (use.executed or use.recomputed or use in here) and use.current for use in alive
+        ):
             return True
-        if self._shadow_version != self.weight._version:
+        if not self._shadows or self._shadow_version != self.weight._version:
             return False
         return self._shadows > self._replayed + sum(use.recomputed for use in here)
 
@@ -263,6 +271,11 @@ class Use:
         """The weight outside the graph, never an unpacked copy."""
         return self.owned.weight.detach()
 
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """:attr:`weight` in ``dtype``; itself inside an autograd function, where nothing is recorded."""
+        weight = self.weight if torch.is_grad_enabled() else self.owned.weight
+        return weight if weight.dtype is dtype else weight.to(dtype)
+
     @property
     def executed(self) -> bool:
         return self.task is not None
@@ -280,7 +293,7 @@ class Use:
     def runs_here(self) -> bool:
         """Inside a backward: the engine will execute this use in the running graph task."""
         node = self._node() if self._node is not None else None
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return node is not None and _will_execute(node)
 
     def expect_current(self) -> None:
         if not self.current:
