@@ -189,11 +189,9 @@ def _layout(
         config_overrides = megatron_optimizer.get_standard_config_overrides(config)
     groups = megatron_optimizer._get_param_groups(list(model_chunks), config, config_overrides)
     names = {}
-    for index, chunk in enumerate(model_chunks):
-        model = unwrap(chunk)
+    for model in map(unwrap, model_chunks):
         known = global_names(model)
-        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
-        names.update((p, prefix + known[name]) for name, p in model.named_parameters())
+        names.update((p, known[name]) for name, p in model.named_parameters())
     owned = frozenset(id(p) for conversion in conversions for p in conversion.owned.values())
     return Layout([group for group in groups if not group["is_expert_parallel"]], names, owned)
 

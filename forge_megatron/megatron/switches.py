@@ -87,6 +87,8 @@ def _other_than(name: str, *harmless: object) -> Callable[[Facts], Any]:
 _REFUSED = "tests/cpu/test_megatron_switches.py::test_refused_by_name"
 _TRAINS = "tests/distributed/test_megatron_training.py::test_trains_like_megatron"
 
+_PIPELINE = "tests/distributed/test_megatron_pipeline.py::test_a_pipeline_trains_as_one_process_does"
+
 # A row is three lines, so that the table can be read as one.
 # fmt: off
 SWITCHES: tuple[Switch, ...] = (
@@ -135,6 +137,14 @@ SWITCHES: tuple[Switch, ...] = (
         "tests/distributed/test_megatron_layers.py::test_pair_equals_dense", _flag("sequence_parallel"),
     ),
     Switch(
+        "pipeline_model_parallel_size", SUPPORTED, "each stage steps its weights, and a tied pair is Megatron's; "
+        "several micro-batches wait", _PIPELINE, _above("pipeline_model_parallel_size"),
+    ),
+    Switch(
+        "virtual_pipeline_model_parallel_size", SUPPORTED, "one optimizer for all chunks of a stage",
+        _PIPELINE, _above("virtual_pipeline_model_parallel_size"),
+    ),
+    Switch(
         "gradient_accumulation_fusion", SUPPORTED, "an owned weight has no main_grad to accumulate into",
         "tests/distributed/test_megatron_layers.py::test_accumulation_fusion_is_not_asked",
         _flag("gradient_accumulation_fusion"),
@@ -168,9 +178,6 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "context_parallel_size", REFUSED, "the gradient is a partial sum over context ranks; use "
         "sequence_parallel", _REFUSED, _above("context_parallel_size"),
-    ),
-    Switch(
-        "pipeline_model_parallel_size", REFUSED, "set it to 1", _REFUSED, _above("pipeline_model_parallel_size"),
     ),
     Switch(
         "expert_model_parallel_size", REFUSED, "dense weights are replicated over expert ranks; set it to 1",

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # What switches each row on, as Megatron's configs spell it.
 ON = {
     "context_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
     "gtp_weight_remat_size": 2,
     "fp8": "hybrid",
@@ -36,7 +35,6 @@ ON = {
 }
 OFF = {
     "context_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "gtp_weight_remat_size": 1,
     "fp8": None,

@@ -1,56 +1,17 @@
-"""Starts gloo processes with megatron-core on the CPU, and trains a small GPT in them with and without FORGE."""
+"""Trains a small GPT in the processes of megatron_ranks with and without FORGE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import ranks
 import torch
-import torch.distributed as dist
-
-from launch import cpu
+from megatron_ranks import Workers as Workers
+from megatron_ranks import layout as layout
+from megatron_ranks import run as run
 
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
-
-
-@contextmanager
-def _megatron(tp: int | None = None) -> Iterator[None]:
-    """Megatron's parallel state in a process of its own; default: all ranks are tensor parallel."""
-    cpu.enable("cpu")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
-
-    if not hasattr(random, "FP8GlobalStateManager"):
-        # Transformer Engine's, which megatron-core's output-discarding recomputation asks without a check.
-        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-        random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp or dist.get_world_size(), create_gloo_process_groups=False
-    )
-    model_parallel_cuda_manual_seed(1)
-    yield
-    parallel_state.destroy_model_parallel()
-
-
-def run(world: int, function: Callable, *args: Any, tp: int | None = None) -> list[Any]:
-    """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
-
-    Args:
-        function: a function of a test module; what it returns must be loadable by ``torch.load``.
-        tp: tensor-parallel size; default: ``world``.
-    """
-    return ranks.run(world, function, *args, inside=partial(_megatron, tp))
-
-
-class Workers(ranks.Workers):
-    """Functions of a test module that share one start of the processes with Megatron's parallel state."""
-
-    inside = staticmethod(_megatron)
 
 
 @dataclass
@@ -101,6 +62,9 @@ def transformer_config(case: Case):
             "bf16": case.dtype is torch.bfloat16,
             "fp16": case.dtype is torch.float16,
             "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+            "batch_p2p_sync": False,
             "sequence_parallel": case.sequence_parallel,
             "gradient_accumulation_fusion": False,
             "bias_activation_fusion": False,
@@ -125,24 +89,28 @@ def layer_spec(config):
 
 
 def build_model(case: Case, seed: int = 7):
-    """A GPT whose initial weights are the same for every tensor-parallel size."""
+    """A GPT on this rank whose initial weights are the same for every tensor-parallel size."""
+    torch.manual_seed(seed)
+    return _model(case, transformer_config(case))
+
+
+def _model(case: Case, config, **stage: Any):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     from launch.norm import norm_class
 
-    torch.manual_seed(seed)
-    config = transformer_config(case)
-    extra = {}
+    extra = dict(stage)
     if config.mtp_num_layers:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
         extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer_spec(config), use_transformer_engine=False)
+    layers = get_num_layers_to_build(config, vp_stage=stage.get("vp_stage"))
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=norm_class(config.normalization)
+            layer_specs=[layer_spec(config)] * layers, layer_norm=norm_class(config.normalization)
         ),
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
@@ -153,6 +121,37 @@ def build_model(case: Case, seed: int = 7):
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model
+
+
+def build_chunks(case: Case, seed: int = 7) -> list:
+    """This pipeline stage's chunks of the GPT, with the weights that one process would begin with."""
+    from megatron.core import parallel_state
+
+    from forge_megatron.megatron.conversion import global_names
+
+    stages, stage = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    if stages == 1:
+        return [build_model(case, seed)]
+    torch.manual_seed(seed)
+    one_process = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+    whole = _model(replace(case, tied=False), transformer_config(replace(case, model={**case.model, **one_process})))
+    initial = dict(whole.named_parameters())
+    config = transformer_config(case)
+    count = config.virtual_pipeline_model_parallel_size or 1
+    chunks = []
+    for index in range(count):
+        virtual = {} if count == 1 else {"vp_stage": index}
+        first, last = stage == 0 and index == 0, stage == stages - 1 and index == count - 1
+        chunk = _model(case, config, pre_process=first, post_process=last, **virtual)
+        known = global_names(chunk)
+        for name, parameter in chunk.named_parameters():
+            tied = case.tied and name == "output_layer.weight"
+            parameter.data.copy_(initial["embedding.word_embeddings.weight" if tied else known[name]].data)
+        chunks.append(chunk)
+    return chunks
 
 
 class Run:
@@ -169,7 +168,9 @@ class Run:
         from megatron.core.transformer.module import Float16Module
 
         self.case = case
-        self.model = build_model(case)
+        models = build_chunks(case)
+        self.model = models[0]
+        self.models = models
         if edit is not None:
             edit(self.model)
         config = self.model.config
@@ -187,22 +188,27 @@ class Run:
         if case.forge is not None:
             from forge_megatron.megatron import ForgeOptions, get_forge_optimizer, prepare
 
-            prepare([self.model], ddp_config, optimizer_config, fused_head=case.fused_head)
-        module = self.model if case.dtype is torch.float32 else Float16Module(config, self.model)
-        self.chunk = DistributedDataParallel(config, ddp_config, module)
+            prepare(models, ddp_config, optimizer_config, fused_head=case.fused_head)
+        self.chunks = [
+            DistributedDataParallel(
+                config, ddp_config, model if case.dtype is torch.float32 else Float16Module(config, model)
+            )
+            for model in models
+        ]
+        self.chunk = self.chunks[0]
         if case.forge is not None:
             self.optimizer = get_forge_optimizer(
                 optimizer_config,
-                [self.chunk],
+                self.chunks,
                 options=ForgeOptions(**case.forge),
                 num_microbatches=case.micro_batches,
                 use_gloo_process_groups=False,
             )
         else:
-            self.optimizer = get_megatron_optimizer(optimizer_config, [self.chunk], use_gloo_process_groups=False)
+            self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks, use_gloo_process_groups=False)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        config.no_sync_func = self.chunk.no_sync
+        config.no_sync_func = [chunk.no_sync for chunk in self.chunks] if len(models) > 1 else self.chunk.no_sync
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -229,7 +235,7 @@ class Run:
         return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "positions": positions}
 
     def backward(self) -> float:
-        """Forward and backward of all micro-batches; returns the mean loss."""
+        """Forward and backward of all micro-batches; returns the mean loss of the last stage, 0 on the others."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         per_token = self.case.model.get("calculate_per_token_loss", False)
@@ -247,18 +253,21 @@ class Run:
 
             return losses, loss_function
 
-        batches = iter([self.batch() for _ in range(self.case.micro_batches)])
-        self.chunk.zero_grad_buffer()
+        batches = [self.batch() for _ in range(self.case.micro_batches)]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[self.chunk],
+            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            model=self.chunks,
             num_microbatches=self.case.micro_batches,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
             forward_only=False,
         )
+        if not reports:
+            return 0.0
         total, tokens = torch.stack(reports).sum(0).tolist()
         return total / tokens
 
@@ -276,7 +285,15 @@ class Run:
         return {"losses": losses, "norms": norms, "weights": self.weights()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+        """By the name that one process has for each."""
+        from forge_megatron.megatron.conversion import global_names
+
+        return {
+            known[name]: p.detach().float().clone()
+            for model in self.models
+            for known in [global_names(model)]
+            for name, p in model.named_parameters()
+        }
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -304,7 +321,10 @@ def _sharded(session: Run, is_loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = session.model.sharded_state_dict(metadata=metadata)
+    if len(session.models) == 1:
+        model = session.model.sharded_state_dict(metadata=metadata)
+    else:
+        model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(session.models)}
     optimizer = session.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "schedule": session.schedule.state_dict()}
 
@@ -326,7 +346,8 @@ def load(session: Run, folder: str) -> None:
     from megatron.core import dist_checkpointing
 
     state = dist_checkpointing.load(_sharded(session, is_loading=True), folder)
-    session.model.load_state_dict(state["model"])
+    for index, model in enumerate(session.models):
+        model.load_state_dict(state["model"] if len(session.models) == 1 else state["model"][f"model{index}"])
     session.optimizer.load_state_dict(state["optimizer"])
     load_schedule(session, state["schedule"])
     session.generator.set_state(state["generator"])
