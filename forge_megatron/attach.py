@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from forge_megatron.codes import store_as_codes
-from forge_megatron.coordinator import find_shards
+from forge_megatron.coordinator import find_shards, wholes_of
 from forge_megatron.hidden import with_adamw
 from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import ForgeLinear
@@ -63,7 +63,7 @@ def attach(
     groups = _named_groups(params, names)
     if adamw is not None:
         groups = with_adamw(model, groups, adamw)
-    optimizer = ForgeOptimizer(groups, rule, shards=shards, **options)
+    optimizer = ForgeOptimizer(groups, rule, shards=shards, wholes=wholes_of(names) if shards else None, **options)
     if store_as_codes(model, optimizer, options):
         optimizer.register()
     try:

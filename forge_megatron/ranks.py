@@ -42,6 +42,10 @@ class AcrossRanks(Reports):
             self._sums.expect_storable(label, rule_of(group, self.rule).variant(group), state)
         return state
 
+    def reads_whole(self, p: Tensor) -> bool:
+        """Whether the rule of ``p`` reads more of its gradient than one coordinate."""
+        return rule_of(self._group_of[p], self.rule).regime != "fused"
+
     def slot(self, p: Tensor) -> kernels.Slot:
         """What a step of ``p`` reads and writes; makes the states of one that was frozen."""
         if p not in self._parameters.slots:

@@ -11,7 +11,7 @@ from forge_megatron.coordinator.pending import Pending
 from forge_megatron.coordinator.pending_sums import PendingSums
 from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.coordinator.schedule import across_ranks
-from forge_megatron.coordinator.shards import NormsOverRanks, ShardGroup, find_shards
+from forge_megatron.coordinator.shards import NormsOverRanks, ShardGroup, find_shards, wholes_of
 from forge_megatron.coordinator.skips import Skip, Skips
 from forge_megatron.coordinator.waiting import KeepFactors
 
@@ -37,4 +37,5 @@ __all__ = [
     "global_norm",
     "loss_scale",
     "plan",
+    "wholes_of",
 ]

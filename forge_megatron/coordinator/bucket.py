@@ -8,7 +8,7 @@ it holds that rank's rows of every weight in the bucket.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,8 @@ class Buckets:
     """How gradients that are partial over ranks are summed (:func:`forge_megatron.attach`'s ``buckets=``).
 
     Attributes:
-        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut.
+        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut, nor a weight
+            whose rule reads more of it than one coordinate, for which every bucket has room.
         count: buckets in turn: one is being filled while others are on the wire or being stepped.
         wire_dtype: float32 or bfloat16; None: bfloat16 for a bfloat16 weight, float32 for others, which is what
             ``DistributedDataParallel`` sends.
@@ -143,7 +144,20 @@ class Bucket:
         return buffer[: parts * self.length * dtype.itemsize].view(dtype)
 
 
-def cut(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int = 1, gathered: bool) -> list[Bucket]:
+def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
+    """Elements of a part of a bucket that ``p`` is put in."""
+    return max(options.nbytes // (size * parts), -(-extent(p) // parts) * columns(p) if p in uncut else columns(p))
+
+
+def cut(
+    params: Iterable[Tensor],
+    options: Buckets,
+    parts: int,
+    *,
+    multiple: int = 1,
+    gathered: bool,
+    uncut: Container[Tensor] = (),
+) -> list[Bucket]:
     """Lays out the gradients of ``params``, in this order.
 
     Args:
@@ -152,6 +166,7 @@ def cut(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int
         parts: stretches of a bucket.
         multiple: a bucket is a multiple of this many elements.
         gathered: the buffer holds the weights too, after their step; a bucket's have one dtype then.
+        uncut: those that lie in one bucket, whatever its size.
 
     Returns:
         The buckets; nothing for weights without elements.
@@ -172,7 +187,7 @@ def cut(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int
             continue
         wire = options.wire(p)
         size = max(wire.itemsize, p.dtype.itemsize) if gathered else wire.itemsize
-        capacity = max(options.nbytes // (size * parts), columns(p))
+        capacity = _capacity(p, size, options, parts, uncut)
         share = -(-extent(p) // parts)
         mixed = gathered and pieces and pieces[-1].param.dtype is not p.dtype
         if wire is not dtype or mixed or used + share * columns(p) > capacity:
@@ -189,14 +204,22 @@ def cut(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int
     return buckets
 
 
-def buffer_bytes(params: Iterable[Tensor], options: Buckets, parts: int, *, multiple: int = 1, gathered: bool) -> int:
+def buffer_bytes(
+    params: Iterable[Tensor],
+    options: Buckets,
+    parts: int,
+    *,
+    multiple: int = 1,
+    gathered: bool,
+    uncut: Container[Tensor] = (),
+) -> int:
     """Of one buffer that can hold each bucket of any selection of ``params``."""
     unit = math.lcm(ALIGNMENT, multiple)
     params = list(params)
     largest = total = 0
     for p in params:
         size = max(options.wire(p).itemsize, p.dtype.itemsize) if gathered else options.wire(p).itemsize
-        capacity = max(options.nbytes // (size * parts), columns(p))
+        capacity = _capacity(p, size, options, parts, uncut)
         filled = _round_up(capacity, unit)
         largest = max(largest, size * parts * (filled + _round_up(filled // unit, unit)))
         total += size * parts * _round_up(-(-extent(p) // parts) * columns(p), unit)

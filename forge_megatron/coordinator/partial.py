@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,11 +130,11 @@ class PartialSums(Members):
     # ---- buckets
 
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
-        """Raises ``NotImplementedError`` for a rule that reads more than its own coordinate."""
-        if rule.regime != "fused":
+        """Raises ``NotImplementedError`` for a rule or for states that this schedule cannot step."""
+        if rule.regime == "projected":
             raise NotImplementedError(
-                f"{label}: {rule.name} reads more of a gradient than one coordinate, which is not built yet for "
-                "gradients that are summed over process_group=; use a rule such as adamw"
+                f"{label}: {rule.name} projects a gradient's factors, which is not built yet for gradients that are "
+                "summed over process_group=; use a rule such as muon or adamw"
             )
 
     def expect_whole_pieces(self) -> None:
@@ -157,7 +158,12 @@ class PartialSums(Members):
         return filler
 
     def _cut(self, params: Iterable[Tensor]) -> list[Bucket]:
-        return cut(params, self.options, self.parts, multiple=self.ranks.size, gathered=self.gathered)
+        return cut(params, self.options, self.parts, **self._layout())
+
+    def _layout(self) -> dict[str, Any]:
+        client = self._client()
+        uncut = {p for p in client.names if client.reads_whole(p)}
+        return {"multiple": self.ranks.size, "gathered": self.gathered, "uncut": uncut}
 
     def _gradient(self, p: Tensor) -> Gradient:
         owned = self._client().owned.get(p)
@@ -182,7 +188,7 @@ class PartialSums(Members):
         return self._pipeline
 
     def _memory(self, params: list[Tensor]) -> tuple[int, int]:
-        nbytes = buffer_bytes(params, self.options, self.parts, multiple=self.ranks.size, gathered=self.gathered)
+        nbytes = buffer_bytes(params, self.options, self.parts, **self._layout())
         return nbytes, max(1, min(self.options.count, len(self._cut(params))))
 
     def held_bytes(self, *, sums: bool) -> int:

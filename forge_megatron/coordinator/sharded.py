@@ -34,6 +34,11 @@ class ShardedStates(PartialSums):
 
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
         super().expect_storable(label, rule, state)
+        if rule.regime != "fused":
+            raise NotImplementedError(
+                f"{label}: {rule.name} reads more of a gradient than one coordinate, and with sharding='states' a rank "
+                "has its rows; use sharding='none', or a rule such as adamw"
+            )
         if any("scale" in name for name in state):
             raise NotImplementedError(
                 f"{label}: states in blocks with a scale are not built yet for sharding='states'; use 'bf16' or 'fp32'"

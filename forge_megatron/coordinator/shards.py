@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_megatron.coordinator.parts import Part
 from forge_megatron.kernels import is_sharded, local
 
 
@@ -111,6 +113,21 @@ def expect_managed(name: str, p: Tensor, managed: Collection[Tensor]) -> None:
             f"{name} is not sharded while others are, so that nothing reduces its gradient over the ranks; call "
             "fully_shard on the module that holds it (mostly the model itself), or freeze it"
         )
+
+
+def wholes_of(params: Iterable[Tensor]) -> dict[Tensor, Part]:
+    """Of the DTensors among ``params`` that are cut along one dimension: the weights of which ranks have shards."""
+    found = {}
+    for p in params:
+        cut = [] if not is_sharded(p) else [d for d, where in enumerate(p.placements) if not where.is_replicate()]
+        if len(cut) == 1 and p.placements[cut[0]].is_shard():
+            mesh, (mesh_dim,) = p.device_mesh, cut
+            dim, size = p.placements[mesh_dim].dim, mesh.size(mesh_dim)
+            share = -(-p.shape[dim] // size)
+            ends = [min(rank * share, p.shape[dim]) for rank in range(size + 1)]
+            stretches = tuple((stretch,) for stretch in itertools.pairwise(ends))
+            found[p] = Part(p.shape, dim, stretches, mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim))
+    return found
 
 
 class NormsOverRanks:

@@ -22,6 +22,9 @@ class Client(Protocol):
     def slot(self, p: Tensor) -> kernels.Slot:
         """What a step of ``p`` reads and writes; makes the states of one that was frozen here."""
 
+    def reads_whole(self, p: Tensor) -> bool:
+        """Whether the rule of ``p`` reads more of its gradient than one coordinate."""
+
     def shared_facts(self) -> dict[str, object]:
         """What must be equal on every rank where they meet."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..rules.stages import STORE_GRADIENT, Stage
+from ..rules.whole import WHOLE
 from . import fused
 from .slot import Segment, Slot
 
@@ -83,7 +84,7 @@ def _scratch(batch: Sequence[Slot]) -> Tensor:
 
 
 def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
-    if stack.numel():
+    if stack.numel() or batch[0].whole is not WHOLE:
         fused.step(list(map(_applied, batch)), _directions(batch, stack), None, backend)
 
 

@@ -53,9 +53,10 @@ def direct(u, w, states, statistics, h, whole, keeps_largest):
     least = functools.reduce(torch.minimum, parts[1:], parts[0].clone())
     v = least.mul_(beta).addcmul_(u.square(), 1.0 - beta) if keeps_largest else least.addcmul_(u, u)
     all_others = [tuple(dim for dim in range(v.dim()) if dim != index) for index in range(len(statistics))]
-    new = whole.maxima(*((v.amax(dim=others, keepdim=True) if others else v, others) for others in all_others))
+    largest = torch.amax if v.numel() else torch.sum  # a rank may have no rows
+    new = whole.maxima(*((largest(v, others, keepdim=True) if others else v, others) for others in all_others))
     if keeps_largest:
-        new = [torch.maximum(accumulator, largest) for accumulator, largest in zip(statistics, new, strict=True)]
+        new = [torch.maximum(accumulator, now) for accumulator, now in zip(statistics, new, strict=True)]
     poison = settle(statistics, tuple(new), new[0].sum())
     return v.add_(eps).rsqrt_().mul_(u).mul_(sign * poison)
 
