@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def skips_on_device(slots: Iterable[kernels.Slot]) -> bool:
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:
-    return slot if with_norms else replace(slot, norm_sq=None)
+    return slot if with_norms else kernels.without_norm(slot)
 
 
 def _on(multiplier: Tensor | None, device: torch.device) -> Tensor | None:

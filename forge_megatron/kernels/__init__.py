@@ -8,7 +8,7 @@ from .entrance import without_autocast
 from .lookups import is_lookup
 from .norms import LateNorms, settle
 from .shard import is_sharded, local, origin_of, shard_like
-from .slot import Segment, Slot
+from .slot import Segment, Slot, without_norm
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
 from .uploads import reserved, table_bytes
@@ -39,4 +39,5 @@ __all__ = [
     "wgrad_step",
     "wgrad_steps",
     "without_autocast",
+    "without_norm",
 ]

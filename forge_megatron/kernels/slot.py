@@ -119,6 +119,15 @@ def of_codes(slot: Slot) -> Slot:
     return known
 
 
+def without_norm(slot: Slot) -> Slot:
+    """``slot`` whose norm has been measured; kept by ``slot``, for its launches remember much."""
+    known = slot.memo.get("without norm")
+    if known is None:
+        known = slot.memo["without norm"] = replace(slot, norm_sq=None)
+    known.rule, known.update_norm_sq = slot.rule, slot.update_norm_sq
+    return known
+
+
 def check_slot(slot: Slot) -> None:
     """Raise ``ValueError`` or ``TypeError`` unless the slot's tensors belong together.
 

@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 import forge_megatron as forge  # noqa: E402
 from forge_megatron.kernels import fused  # noqa: E402
 
-WIDTH = 64
 TOKENS = 8
 PHASES = ("forward", "backward", "step", "zero_grad")
 
@@ -57,10 +56,10 @@ ARMS: dict[str, Callable] = {
 }
 
 
-def stack(count: int, device: str) -> nn.Module:
-    """``count`` bias-free bf16 linears of ``[WIDTH, WIDTH]``, one after another."""
+def stack(count: int, width: int, device: str) -> nn.Module:
+    """``count`` bias-free bf16 linears of ``[width, width]``, one after another."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))).to(device, torch.bfloat16)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(device, torch.bfloat16)
 
 
 def phases(model: nn.Module, optimizer, x: torch.Tensor) -> list[float]:
@@ -77,10 +76,10 @@ def phases(model: nn.Module, optimizer, x: torch.Tensor) -> list[float]:
     return [after - before for before, after in itertools.pairwise(marks)]
 
 
-def measure(attach: Callable, count: int, device: str, steps: int, listed: int) -> dict:
-    model = stack(count, device)
+def measure(attach: Callable, count: int, width: int, device: str, steps: int, listed: int) -> dict:
+    model = stack(count, width, device)
     optimizer = attach(model)
-    x = torch.randn(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.randn(TOKENS, width, device=device, dtype=torch.bfloat16)
 
     def run() -> list[float]:
         taken = phases(model, optimizer, x)
@@ -114,13 +113,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--linears", type=int, default=200)
+    parser.add_argument("--width", type=int, default=64, help="the GPU's kernels differ by size")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N most expensive functions")
     args = parser.parse_args()
     for name in args.arms:
         with mock.patch.object(fused, "launch") if args.device == "cpu" else nullcontext():
-            answer = measure(ARMS[name], args.linears, args.device, args.steps, args.profile)
+            answer = measure(ARMS[name], args.linears, args.width, args.device, args.steps, args.profile)
         print(json.dumps({"arm": name, **answer}))
     return 0
 
