@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -139,7 +140,7 @@ class Parameters:
             found = state.get(p)
             if not found:
                 replaced[p] = initial(p, self.labels[p])
-            elif any(found.get(name) is not tensor for name, tensor in made.items()):
+            elif not all(map(is_, map(found.get, made), made.values())):
                 replaced[p] = replacements(self.labels[p], made, found, {"step", *self._rule(p).running})
         if replaced:
             with torch.no_grad():
@@ -224,7 +225,7 @@ class Parameters:
                 rule, group = self._rules[index], self._groups[index]
                 state = self._state[p] if p in self.slots else {"step": 0, **rule.running}
                 step = steps[p] = int(state["step"]) + 1
-                running = tuple(float(state[name]) for name in rule.running)
+                running = tuple(float(state[name]) for name in rule.running) if rule.running else ()
                 key = index, step, *running
                 if key not in rows:
                     rows[key] = rule.scalars(group, step, *running)
