@@ -26,6 +26,7 @@ from forge_megatron.megatron.matrices import expect_shardable, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
+from forge_megatron.megatron.stages import expect_weights_on_every_stage
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
 from forge_megatron.megatron.wholes import wholes
 from forge_megatron.optimizer import ForgeOptimizer
@@ -78,12 +79,13 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object, fused_h
     check(_facts(model_chunks, *further_configs))
     heads = models_with_head(model_chunks) if fused_head else []
     conversions = [convert(chunk) for chunk in model_chunks]
-    if not any(conversion.owned for conversion in conversions):
-        reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
-        raise ValueError(
-            f"FORGE found no weight that it can step ({'; '.join(sorted(reasons))}); "
-            "with Transformer Engine, build the model from forge_megatron.megatron.spec"
-        )
+    reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
+    expect_weights_on_every_stage(
+        sum(len(conversion.owned) for conversion in conversions),
+        f"FORGE found no weight that it can step ({'; '.join(sorted(reasons))}); "
+        "with Transformer Engine, build the model from forge_megatron.megatron.spec",
+        next(model_chunks[0].parameters()).device,
+    )
     for model in heads:
         fuse(model)
     for conversion in conversions:

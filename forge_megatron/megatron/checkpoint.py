@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from torch import Tensor
 
 from forge_megatron.megatron.rule import dense_states, megatrons
+from forge_megatron.megatron.stages import over_stages
 
 if TYPE_CHECKING:
     from forge_megatron.megatron.optimizer import ForgeMegatronOptimizer
@@ -108,17 +109,16 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
     # Fused optimizers count steps in the group.
     counted = next(({"step": group["step"]} for group in dense_groups if "step" in group), {})
     unstepped = dense_states(optimizer.config)
-    state, groups = {}, []
+    state, groups, of_rule = {}, [], {}
     for group, ids in zip(layout.groups, _ids(layout.groups), strict=True):
-        keys, of_rule = group, {}
+        keys = group
         for parameter, position in zip(group["params"], ids, strict=True):
             if layout.owns(parameter):
                 state[position] = forge.exported_state(parameter)
                 own = forge.param_groups[forge_at[id(parameter)][0]]
                 # A rule may cut one of Megatron's groups into several, each with hyperparameters of its own.
                 if not is_megatrons:
-                    index = str(forge_at[id(parameter)][0])
-                    of_rule.setdefault("forge", {})[index] = {k: v for k, v in own.items() if k not in _MEMBERS}
+                    of_rule[layout.names[parameter]] = {k: v for k, v in own.items() if k not in _MEMBERS}
                 elif keys is group:
                     keys = {**defaults, **counted, **own}
             else:
@@ -127,8 +127,8 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
                 held = optimizer.dense.optimizer.state.get(stepped)
                 state[position] = dict(held or {name: torch.zeros_like(stepped) for name in unstepped})
                 keys = dense_groups[dense_at[id(stepped)][0]]
-        groups.append({k: v for k, v in keys.items() if k not in _MEMBERS} | of_rule | {"params": ids})
-    return {"state": state, "param_groups": groups}
+        groups.append({k: v for k, v in keys.items() if k not in _MEMBERS} | {"params": ids})
+    return {"state": state, "param_groups": groups} | ({"forge_groups": of_rule} if of_rule else {})
 
 
 def _fp32_copies(optimizer: ForgeMegatronOptimizer, *, is_loading: bool) -> list[list[tuple[int, Any]]]:
@@ -155,16 +155,15 @@ def _fp32_copies(optimizer: ForgeMegatronOptimizer, *, is_loading: bool) -> list
 
 
 def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> tuple[Any, dict[str, int]]:
-    """The step count that most parameters share, and the names of those that differ (frozen for a while)."""
+    """The step count that most parameters of all stages share, and the names of those that differ (frozen a while)."""
     parameters = optimizer.layout.parameters()
-    steps = {position: int(entry["step"]) for position, entry in state.items() if "step" in entry}
+    names = optimizer.layout.names
+    steps = over_stages({names[parameters[i]]: int(entry["step"]) for i, entry in state.items() if "step" in entry})
     if not steps:
         return None, {}
-    counts = list(steps.values())
+    counts = sorted(steps.values())
     common = max(set(counts), key=counts.count)
-    differing = {optimizer.layout.names[parameters[i]]: step for i, step in steps.items() if step != common}
-    tensor = next(state[i]["step"] for i, step in steps.items() if step == common)
-    return tensor, differing
+    return torch.tensor(float(common)), {name: step for name, step in steps.items() if step != common}
 
 
 def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> dict[str, dict[str, Tensor]]:
@@ -177,8 +176,8 @@ def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -
         entry = state.get(position, {}) if layout.owns(parameter) else {}
         own = [key for key, value in entry.items() if key != "step" and value.shape != parameter.shape]
         if own:
-            taken[layout.names[parameter]] = {key: entry.pop(key) for key in own}
-    return taken
+            taken[layout.names[parameter]] = {key: entry.pop(key).cpu() for key in own}
+    return over_stages(taken)
 
 
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
@@ -210,8 +209,10 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
     common_step, differing = _split_steps(optimizer, merged["state"])
     unsharded = _take_unsharded(optimizer, merged["state"])
     optim_state_to_sharding_state(merged, shards, exclude_keys=("step",))
-    if common_step:
+    if common_step is not None:
         merged["state"]["common_step"] = common_step
+    if groups := over_stages(merged.pop("forge_groups", {})):
+        merged["forge_groups"] = groups
     if differing:
         merged["forge_steps"] = differing
     if unsharded:
@@ -258,7 +259,7 @@ def load_state_dict(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) ->
             if layout.owns(parameter) and position in copies and "master" in optimizer.forge.state[parameter]:
                 entry["master"] = copies[position]
             entries[parameter] = entry
-    _load_owned(optimizer, entries, groups)
+    _load_owned(optimizer, entries, groups, inner.get("forge_groups", {}))
     _load_dense(optimizer, entries, groups, saved, copies)
 
 
@@ -274,9 +275,11 @@ def _saved_copies(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) -> d
 def _entry(optimizer: ForgeMegatronOptimizer, inner: dict, key: int, parameter: Tensor, group: dict) -> dict:
     """One parameter's states, with the step count wherever the checkpoint keeps it."""
     name = optimizer.layout.names[parameter]
-    if key not in inner["state"]:
+    unsharded = inner.get("forge_states", {}).get(name, {})
+    if key not in inner["state"] and not unsharded:
         raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-    entry = {**inner["state"][key], **inner.get("forge_states", {}).get(name, {})}
+    # What has no weight-shaped state at all is in no other stage's part of the checkpoint.
+    entry = {**inner["state"].get(key, {}), **unsharded}
     if name in inner.get("forge_steps", {}):
         entry["step"] = inner["forge_steps"][name]
     elif "step" not in entry:
@@ -286,18 +289,20 @@ def _entry(optimizer: ForgeMegatronOptimizer, inner: dict, key: int, parameter: 
     return entry
 
 
-def _load_owned(optimizer: ForgeMegatronOptimizer, entries: dict[Tensor, dict], groups: list[dict]) -> None:
+def _load_owned(
+    optimizer: ForgeMegatronOptimizer, entries: dict[Tensor, dict], groups: list[dict], of_rule: dict[str, dict]
+) -> None:
     layout, forge = optimizer.layout, optimizer.forge
     group_of = {id(p): index for index, group in enumerate(layout.groups) for p in group["params"]}
     state, param_groups, position = {}, [], 0
-    for index, group in enumerate(forge.param_groups):
+    for group in forge.param_groups:
         ids = []
         for parameter in group["params"]:
             state[position] = entries[parameter]
             ids.append(position)
             position += 1
-        theirs = groups[group_of[id(group["params"][0])]]
-        theirs = theirs.get("forge", {}).get(str(index), theirs)
+        first = group["params"][0]
+        theirs = of_rule.get(layout.names[first], groups[group_of[id(first)]])
         param_groups.append({**{k: v for k, v in theirs.items() if k in group or k == "rule"}, "params": ids})
     # A group that names no rule was written by Megatron's own optimizer, or in its place.
     marker = {"version": 1, "rule": megatrons(optimizer.config).name, "exported": True}
@@ -318,7 +323,7 @@ def _load_dense(optimizer: ForgeMegatronOptimizer, entries: dict, groups: list, 
         keys: dict[str, Any] = {k: v for k, v in group.items() if k != "params"}
         for stepped in group["params"]:
             parameter, index = places[id(stepped)]
-            keys = {k: v for k, v in groups[index].items() if k not in (*_MEMBERS, "forge")}
+            keys = {k: v for k, v in groups[index].items() if k not in _MEMBERS}
             entry = dict(entries[parameter])
             step = entry.pop("step")
             if not ("step" in keys and in_groups):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_harness import Case, Run, Workers, gap, layout, run
+from megatron_harness import Case, Run, Workers, gap, layout, load, owned_state, poison, run, save
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -116,3 +119,93 @@ def test_four_processes():
     for theirs, ours in first.values():
         assert gap(theirs["losses"], ours["losses"]) <= LOSS
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+
+
+RESUMED = {
+    "1F1B": (replace(BASE, clip=0.05, tied=True, model=FREED).with_forge(), 2, None),
+    "interleaved": (replace(BASE, model=OVERLAPPED).with_forge(), 2, 2),
+    "statistics of a layer": (replace(BASE, model=FREED).with_forge(rule="adafactor"), 2, None),
+}
+
+
+@workers
+def _resumed() -> dict:
+    """Saved after two steps, then trained on; resumed in the same stages, and in one."""
+    found = {}
+    for name, (case, stages, chunks) in RESUMED.items():
+        shared = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(shared)
+        with layout(tp=1, pp=stages, vp=chunks):
+            straight, again = Run(case), Run(case)
+            straight.train(2)
+            save(straight, shared[0])
+            load(again, shared[0])
+            curves = [session.train(3) for session in (straight, again)]
+            states = [owned_state(session) for session in (straight, again)]
+        found[name] = curves, states, shared[0]
+    return found
+
+
+def _by_one_process(folders: dict[str, str]) -> dict:
+    found = {}
+    for name, folder in folders.items():
+        session = Run(replace(RESUMED[name][0], model={}))
+        load(session, folder)
+        found[name] = session.train(3)
+        shutil.rmtree(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_one_process(results):
+    folders = {name: folder for name, (_, _, folder) in results["_resumed"][0].items()}
+    return run(1, _by_one_process, folders)[0]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_of_stages_is_resumed_bit_for_bit_and_by_one_process(results, by_one_process, name):
+    for (straight, again), (states, states_again), _ in (each[name] for each in results["_resumed"]):
+        assert straight["losses"] == again["losses"]
+        assert straight["norms"] == again["norms"]
+        assert all(torch.equal(value, again["weights"][key]) for key, value in straight["weights"].items())
+        for weight, state in states.items():
+            assert all(torch.equal(value, states_again[weight][key]) for key, value in state.items()), weight
+        assert by_one_process[name]["norms"] == pytest.approx(straight["norms"], rel=1e-5)
+    assert gap(by_one_process[name]["losses"], straight["losses"]) <= LOSS
+
+
+@workers
+def _overflows() -> dict:
+    """A gradient that is not finite on the last stage alone, without and with a loss scale."""
+    found = {}
+    scaled = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "hysteresis": 1}
+    for name, case in {
+        "fp32": replace(BASE, model=FREED),
+        "fp16": replace(BASE, dtype=torch.float16, optimizer=scaled, model=FREED),
+    }.items():
+        with layout(tp=1, pp=2):
+            session = Run(case.with_forge())
+            session.backward()
+            session.step()
+            before, states = session.weights(), owned_state(session)
+            session.backward()
+            if dist.get_rank() == 1:
+                poison(session, float("inf"))
+            success, _ = session.step()
+            after, states_after = session.weights(), owned_state(session)
+            same = all(torch.equal(value, after[key]) for key, value in before.items()) and all(
+                torch.equal(value, states_after[key][one])
+                for key, state in states.items()
+                for one, value in state.items()
+            )
+            found[name] = success, same, float(session.optimizer.get_loss_scale()), session.train(1)["norms"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_an_overflow_on_one_stage_skips_every_stage(results, name):
+    for success, same, scale, norms in (each[name] for each in results["_overflows"]):
+        assert not success
+        assert same
+        assert scale == (1.0 if name == "fp32" else 2.0**9)
+        assert math.isfinite(norms[0])
