@@ -16,6 +16,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -169,7 +171,7 @@ def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> t
 def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> dict[str, dict[str, Tensor]]:
     """By name, the states that are not weight-shaped, out of ``state``: Megatron's format has no place for them.
 
-    A rule's running numbers, and the statistics of a layer, which is whole on its rank.
+    A rule's running numbers, and the statistics of a layer, which every rank of the layer has whole.
     """
     layout, taken = optimizer.layout, {}
     for position, parameter in enumerate(layout.parameters()):
@@ -178,6 +180,17 @@ def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -
         if own:
             taken[layout.names[parameter]] = {key: entry.pop(key).cpu() for key in own}
     return over_stages(taken)
+
+
+def _of_all_stages(unsharded: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """What the first rank writes for all; a collective of the pipeline's stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return unsharded
+    mine = {name: {key: value.cpu() for key, value in entry.items()} for name, entry in unsharded.items()}
+    stages: list[dict] = [{}] * group.size()
+    dist.all_gather_object(stages, mine, group=group)
+    return {name: entry for stage in stages for name, entry in stage.items()}
 
 
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
@@ -207,7 +220,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
     merged = _merged(optimizer)
     shards = get_param_id_to_sharded_param_map(model_state, optimizer.layout.parameters())
     common_step, differing = _split_steps(optimizer, merged["state"])
-    unsharded = _take_unsharded(optimizer, merged["state"])
+    unsharded = _of_all_stages(_take_unsharded(optimizer, merged["state"]))
     optim_state_to_sharding_state(merged, shards, exclude_keys=("step",))
     if common_step is not None:
         merged["state"]["common_step"] = common_step

@@ -52,7 +52,8 @@ def test_resume_is_bit_exact(case, tmp_path):
         for name, state in straight["states"].items():
             assert int(resumed["states"][name]["step"]) == 3
             for key in state.keys() - {"step"}:
-                assert state[key].abs().max() > 0
+                # The batches have ids of the first half of the vocabulary, whose rows are the first rank's.
+                assert state[key].abs().max() > 0 or "word_embeddings" in name
                 assert torch.equal(state[key], resumed["states"][name][key]), (name, key)
         assert straight["next"]["losses"] == resumed["next"]["losses"]
         assert straight["next"]["norms"] == resumed["next"]["norms"]

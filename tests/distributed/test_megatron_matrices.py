@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 import torch
-from megatron_harness import Case, Run, Workers, gap, load, owned_state, save
+from megatron_harness import Case, Run, Workers, gap, layout, load, owned_state, save
 
 # The processes of a file start once and share the machine with others.
 pytestmark = pytest.mark.timeout(900)
@@ -210,6 +210,31 @@ def test_the_update_is_that_of_tensor_parallel_size_1(results, monkeypatch):
                     torch.testing.assert_close(
                         statistics[name][key], value, rtol=1e-5, atol=1e-12, msg=f"{rule}: {name} {key}"
                     )
+
+
+@pair
+def _stages() -> dict:
+    """A layer's statistics lie on its stage; the first rank writes what is not sharded."""
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    with layout(tp=1, pp=2):
+        case = Case(lr=1e-3, micro_batches=2).with_forge(rule="adafactor")
+        straight = Run(case)
+        straight.train(2)
+        save(straight, folder[0])
+        resumed = Run(case)
+        load(resumed, folder[0])
+        return owned_state(straight), owned_state(resumed), straight.train(2), resumed.train(2)
+
+
+def test_every_stage_of_a_pipeline_finds_its_statistics_again():
+    for saved, restored, straight, resumed in pair.results(2)["_stages"]:
+        assert any("row_var" in state for state in saved.values())
+        for name, state in saved.items():
+            for key, value in state.items():
+                assert torch.equal(value, restored[name][key]), (name, key)
+        for name, value in straight["weights"].items():
+            assert torch.equal(value, resumed["weights"][name]), name
 
 
 @pair
