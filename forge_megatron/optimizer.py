@@ -369,7 +369,7 @@ class ForgeOptimizer(Capturing):
 
         Args:
             state_dict: from :meth:`state_dict`, or of the same rule's class in ``torch.optim``.
-            convert: allow states of another format to be converted to this optimizer's; warns of what was.
+            convert: allow states of another format, or masters that one side lacks, to be converted; warns of what was.
 
         Raises:
             ValueError: a parameter, state or shape is missing or differs, or the states are another rank's; nothing

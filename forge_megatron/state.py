@@ -76,10 +76,15 @@ def new_state(
     state.update((name, torch.tensor(value, dtype=torch.float32, device="cpu")) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
     _expect_codes(rule, state_format, p, label)
+    shapes = rule.statistics(group, whole.shape(p))
+    if state_format.is_scaled and shapes and not rule.states:
+        raise NotImplementedError(
+            f"{label}: {rule.name} keeps {', '.join(shapes)} and no state of the weight's shape; they are always fp32, "
+            f"and state_format={state_format.name!r} would change nothing; leave it out for this group"
+        )
     for name in rule.states:
         sign = name in rule.nonnegative
         state.update(state_format.allocate(name, p, initial.get(name, 0.0), nonnegative=sign))
-    shapes = rule.statistics(group, whole.shape(p))
     state.update((name, torch.zeros(shape, dtype=torch.float32, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
@@ -148,9 +153,16 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
             continue
         own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
         entry = _held(optimizer, p, own, entry)
+        made = {"master"} if ours is None else set()
         if convert:
             entry = _converted(rules[p], own, entry, converted)
-        restored[p] = _checked(rules[p], label, own, entry, from_torch=ours is None)
+            made |= _converted_master(own, entry, converted)
+        elif "master" in entry and "master" not in own:
+            raise ValueError(
+                f"{label}: the checkpoint has an fp32 master, the optimizer has none; attach with "
+                "weight_store='master', or load with convert=True, which drops it"
+            )
+        restored[p] = _checked(rules[p], label, own, entry, made, from_torch=ours is None)
     with torch.no_grad():
         for p, values in restored.items():
             if p not in optimizer.state:
@@ -251,18 +263,28 @@ def _converted(rule: Rule, state: dict, entry: dict, converted: set[tuple[str, s
     return entry
 
 
+def _converted_master(state: dict, entry: dict, converted: set[tuple[str, str]]) -> set[str]:
+    """What the weights are to make of themselves because ``entry`` lacks it; adds what becomes of a master."""
+    if ("master" in state) is ("master" in entry):
+        return set()
+    converted.add(("weights alone", "fp32 masters") if "master" in state else ("fp32 masters", "weights alone"))
+    return {"master"}
+
+
 def _decoded(stored: Tensor, scale: Tensor | None, nonnegative: bool) -> Tensor:
     if scale is None:
         return stored.float()
     return state_format_of(stored).code(nonnegative=nonnegative).load(stored, scale)
 
 
-def _checked(rule: Rule, label: str, state: dict, entry: dict, *, from_torch: bool) -> dict[str, Tensor]:
-    """The values to copy, one for each of our states; torch's checkpoints have no master, and not all a count."""
+def _checked(
+    rule: Rule, label: str, state: dict, entry: dict, made: set[str], *, from_torch: bool
+) -> dict[str, Tensor]:
+    """The values to copy, one for each of our states but those that are ``made``; torch has not all a count."""
     values = {}
     for name, own in state.items():
         if name not in entry:
-            if from_torch and name == "master":
+            if name in made:
                 continue
             if from_torch and name == "step" and not rule.counts_steps:
                 values[name] = torch.ones(())

@@ -294,6 +294,7 @@ def test_a_refused_value_is_named(name, hyperparameters, message):
     ("name", "hyperparameters", "shape", "message"),
     [
         ("muon", {}, (5,), r"head\.bias: muon steps matrices.*adamw=dict\(lr=\.\.\.\)"),
+        # Field log row 115.
         ("muon", {"row_split": (2048, 256, 256)}, (4608, 8), r"head\.bias: muon: row_split.*4608 rows"),
         ("scion", {"norm_type": "spectral"}, (5,), r"head\.bias: scion: norm_type='spectral'"),
         ("adam_mini", {"block_rows": 4}, (6, 2), r"head\.bias: adam_mini: block_rows=4"),

@@ -19,7 +19,7 @@ INSIDE = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 
 @codes
-def test_every_code_survives_decoding_and_encoding(code):
+def test_every_code_survives_decoding_and_encoding(code):  # field log row 99
     """Whatever the scale; and the decoded codes ascend, are symmetric, and contain one zero and the largest."""
     stored = every_code(code)
     for largest in [m * 2.0**e for e in range(-52, 120, 9) for m in (1.0, 1.37, 1.999)]:
@@ -198,7 +198,30 @@ def test_a_coordinate_without_gradients_stays_exactly_zero(backend, name):
     assert (layer.weight[:, others] != before[:, others]).all()
 
 
-RULES = ["adamw", "adam", "adagrad", "rmsprop", "adamax", "nadam", "radam", "lion", "lamb", "muon", "adam_mini"]
+@backends
+@formats
+def test_a_block_of_zeros_before_any_gradient_has_no_scale_and_then_its_own(backend, name):  # field log row 101
+    layer = nn.Linear(256, 4, bias=False)
+    optimizer = forge.attach(layer, lr=1e-2, state_format=name, weight_decay=0.0, backend=backend)
+    before = layer.weight.detach().clone()
+    for first in (64, 0):
+        x = batch(8, 256)
+        x[:, :first] = 0
+        layer(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state[layer.weight]
+        assert torch.equal(layer.weight[:, :first], before[:, :first])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[f"{key}_scale"][:, 0] == 0, torch.full((4,), first > 0))
+            assert not raw(state[key])[:, :first].any()
+        assert layer.weight.isfinite().all()
+    assert (layer.weight != before).all()
+
+
+#: Those that have states of the weight's shape, of every regime.
+RULES = ["adamw", "adam", "adagrad", "rmsprop", "adamax", "nadam", "radam", "lion", "momentum"]
+RULES += ["lamb", "muon", "scion", "adam_mini", "lars"]
 
 
 @formats
@@ -207,6 +230,7 @@ def test_every_rule_trains_close_to_its_fp32_states(name, rule):
     """Twenty steps: the distance from fp32 states is a small part of the way."""
     ways = []
     options = {"adagrad": {"initial_accumulator_value": 0.1}, "muon": {"adamw": {"lr": 1e-3}}}.get(rule, {})
+    options = {"adamw": {"lr": 1e-3}} if rule == "scion" else options
     for fmt in ("fp32", name):
         model = mlp(70, 40, 8)
         start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
@@ -218,7 +242,13 @@ def test_every_rule_trains_close_to_its_fp32_states(name, rule):
         ways.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - start)
     distance = ((ways[1] - ways[0]).norm() / ways[0].norm()).item()
     # A sign, and the small singular values that Newton-Schulz raises, make more of a code's rounding.
-    assert 0 < distance < {"int8": 0.05, "fp8": 0.12}[name] * (3 if rule in ("lion", "muon") else 1)
+    assert 0 < distance < {"int8": 0.05, "fp8": 0.12}[name] * (3 if rule in ("lion", "muon", "scion") else 1)
+
+
+@pytest.mark.parametrize("rule", ["adafactor", "adalomo", "sm3", "galore", "apollo", "apollo_mini"])
+def test_a_rule_without_states_of_the_weights_shape_refuses_8_bits_by_name(rule):
+    with pytest.raises(NotImplementedError, match=rf"0\.weight: {rule} keeps .* always fp32, and state_format='int8'"):
+        forge.attach(mlp(6, 8, 4), rule, lr=1e-3, recipe="int8")
 
 
 def test_a_difference_of_states_is_refused():
@@ -246,7 +276,7 @@ def bits_of(model, optimizer):
 
 @backends
 @formats
-def test_a_checkpoint_keeps_codes_and_scales(backend, name):
+def test_a_checkpoint_keeps_codes_and_scales(backend, name):  # field log row 104
     straight = trained(name, 4, backend)
     halfway, saved = trained(name, 2, backend, waiting=True)
     weights, state = halfway.state_dict(), saved.state_dict()
@@ -279,6 +309,47 @@ def test_another_format_is_loaded_on_request_and_told(name):
     with pytest.warns(UserWarning, match="to fp32"):
         back.load_state_dict(target.state_dict(), convert=True)
     assert torch.equal(back.state[back_model[0].weight]["exp_avg_sq"], fmt.nonnegative.load(expected, scale))
+
+
+@pytest.mark.parametrize("source", ["fp32", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("target", ["fp32", "bf16", "int8", "fp8"])
+def test_every_format_is_converted_to_every_other(source, target):
+    model, saved = trained(None, 2, "reference", state_format=source)
+    other, loaded = trained(None, 0, "reference", state_format=target)
+    if source == target:
+        loaded.load_state_dict(saved.state_dict())
+    else:
+        before = bits_of(other, loaded)
+        with pytest.raises(ValueError, match=r"0\.weight: exp_avg is .* load with convert=True"):
+            loaded.load_state_dict(saved.state_dict())
+        expect_bit_equal(before, bits_of(other, loaded))
+        with pytest.warns(UserWarning, match=rf"converted from \w+ to {target}"):
+            loaded.load_state_dict(saved.state_dict(), convert=True)
+    theirs, ours = saved.state[model[0].weight], loaded.state[other[0].weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        sign = name == "exp_avg_sq"
+        value = state_format(source).code(nonnegative=sign).load(theirs[name], theirs.get(f"{name}_scale"))
+        codes, scale = state_format(target).code(nonnegative=sign).store(value)
+        assert torch.equal(raw(ours[name]), raw(codes))
+        assert scale is None or torch.equal(ours[f"{name}_scale"], scale)
+    assert ours["step"] == theirs["step"] == 2
+
+
+def test_a_master_is_dropped_or_made_on_request_alone():
+    model, saved = trained(None, 2, "reference", state_format="int8", weight_store="master")
+    other, loaded = trained("int8", 0, "reference")
+    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint has an fp32 master"):
+        loaded.load_state_dict(saved.state_dict())
+    with pytest.warns(UserWarning, match="from fp32 masters to weights alone"):
+        loaded.load_state_dict(saved.state_dict(), convert=True)
+    other.load_state_dict(model.state_dict())
+    third, back = trained(None, 0, "reference", state_format="int8", weight_store="master")
+    third.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"0\.weight: the checkpoint has no 'master'"):
+        back.load_state_dict(loaded.state_dict())
+    with pytest.warns(UserWarning, match="from weights alone to fp32 masters"):
+        back.load_state_dict(loaded.state_dict(), convert=True)
+    assert torch.equal(back.state[third[0].weight]["master"], model[0].weight.float())
 
 
 def test_bytes_and_the_recipes_formats():

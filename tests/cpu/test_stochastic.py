@@ -140,7 +140,7 @@ def test_two_weights_of_one_origin_are_refused():
         forge.attach(layers, lr=1e-3, recipe="sr-store", seed="0")
 
 
-def test_no_dead_zone():
+def test_no_dead_zone():  # field log row 98
     """A constant update of 1e-3 for 100 steps from 1: nearest never moves, and the mean of a random walk is exact."""
     for store, mean, tolerance in (("nearest", 1.0, 0.0), ("stochastic", 0.9, 3e-4)):
         layer = nn.Linear(400, 250, bias=False, dtype=BF16)
@@ -154,7 +154,7 @@ def test_no_dead_zone():
 
 
 @backends
-def test_decay_and_the_parameters_without_a_linear_are_rounded_too(backend):
+def test_decay_and_the_parameters_without_a_linear_are_rounded_too(backend):  # field log row 94
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).bfloat16()
     for p in model.parameters():
