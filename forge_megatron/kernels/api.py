@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import fused, regimes, staged
+from . import fused, grouped, regimes, staged
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .entrance import entrance
@@ -53,6 +53,10 @@ def wgrad_step(
     slot = of_codes(slot)
     check_slot(slot)
     check_multiplier(slot.name, multiplier, slot.weight.device)
+    if grouped.is_grouped(slot.weight.shape):
+        with measured((slot,)):
+            grouped.wgrad_step(slot, segments, accumulator, multiplier, backend)
+        return
     if is_blocked(segments):
         with measured((slot,)):
             _step_blocks(slot, segments, accumulator, multiplier, backend)
@@ -111,6 +115,9 @@ def wgrad_norm_sq(
     if out.dim() != 0 or out.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; give a 0-dim fp32 or fp64 tensor")
     shape = _gradient_shape(segments, accumulator, shape)
+    if grouped.is_grouped(shape):
+        grouped.wgrad_norm_sq(segments, out, accumulator, shape, backend)
+        return
     if is_blocked(segments):
         norms = []
         for rows, part in row_blocks(segments, shape[0]):
@@ -134,6 +141,9 @@ def wgrad_accumulate(segments: Sequence[Segment], accumulator: Tensor, *, backen
     """
     resolve_backend(accumulator.device, backend)
     check_accumulator("wgrad_accumulate", accumulator, accumulator.shape, accumulator.device)
+    if grouped.is_grouped(accumulator.shape):
+        grouped.wgrad_write(segments, accumulator, accumulator, backend)
+        return
     if accumulator.dim() != 2:
         raise ValueError(f"the accumulator is {list(accumulator.shape)}; it must be [O, I]")
     if is_blocked(segments):
@@ -161,6 +171,9 @@ def wgrad(
     """
     resolve_backend(out.device, backend)
     check_accumulator("wgrad: out", out, out.shape, out.device)
+    if grouped.is_grouped(out.shape):
+        grouped.wgrad_write(segments, out, accumulator, backend)
+        return
     if out.dim() != 2:
         raise ValueError(f"out is {list(out.shape)}; it must be [O, I]")
     if is_blocked(segments):
@@ -277,6 +290,8 @@ def _checked_launch(
 def _gradient_shape(segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size | None) -> torch.Size:
     if accumulator is not None:
         return accumulator.shape
+    if shape is not None and grouped.is_grouped(shape):
+        return shape
     dense = next((segment for segment in segments if not is_lookup(segment)), None)
     if dense is not None:
         return torch.Size((dense[0].shape[-1], dense[1].shape[-1]))

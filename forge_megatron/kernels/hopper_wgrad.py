@@ -13,11 +13,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..formats import state_format_of
 from .hopper_config import CONFIGS, Config, choose_config, fit
 from .hopper_kernel import hopper_wgrad_step_kernel
+from .merge import MAX_SEGMENTS, merge_segments
 from .norms import add_up
 from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_language import TL_DTYPES, compiled_update
-from .triton_wgrad import MAX_SEGMENTS, merge_segments
 
 #: What the kernel's arguments have room for.
 MAX_STATES = 3

@@ -25,6 +25,29 @@ def tile_position(O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
+def of_expert(dys, xs, strides, ends, expert):
+    """One expert's part of segments whose tokens lie in the order of their experts.
+
+    Args:
+        ends: int32 ``[E]`` of each segment: where the tokens of each expert end.
+        expert: int64.
+
+    Returns:
+        Pointers to its first dY and X, and the number of its tokens, of each segment.
+    """
+    its_dys = ()
+    its_xs = ()
+    tokens = ()
+    for segment in tl.static_range(len(dys)):
+        dy_t, _, x_t, _ = strides[segment]
+        begin = tl.load(ends[segment] + expert - 1, mask=expert > 0, other=0)
+        its_dys = its_dys + (dys[segment] + begin.to(tl.int64) * dy_t,)  # noqa: RUF005 - Triton has no unpacking
+        its_xs = its_xs + (xs[segment] + begin.to(tl.int64) * x_t,)  # noqa: RUF005 - Triton has no unpacking
+        tokens = tokens + (tl.load(ends[segment] + expert) - begin,)  # noqa: RUF005 - Triton has no unpacking
+    return its_dys, its_xs, tokens
+
+
+@triton.jit
 def locate(row, column, strides, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, OFFSET: tl.constexpr):
     """Offsets of a tile of an ``[O, I]`` tensor: of its corner (int64), and from there (OFFSET)."""
     stride_o, stride_i = strides

@@ -6,18 +6,16 @@ one of three epilogues: step it, take its norm, or write it to memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..formats.code import as_bytes
-from .lookups import Lookups, is_lookup
+from .grouped import first_of
+from .merge import MAX_SEGMENTS
 from .norms import add_up
-from .slot import Segment, Slot
-from .tiles import choose_tile, in_blocks
+from .slot import Slot
 from .triton_epilogue import step_coordinates
 from .triton_language import (
     compiled_codes,
@@ -25,17 +23,22 @@ from .triton_language import (
     load_scalars,
     round_to,
 )
+from .triton_launch import Launch
 from .triton_noise import tile_bits
-from .triton_tile import add_lookups, channel_factors, column_parts, gradient_tile, in_range, locate, tile_position
+from .triton_tile import (
+    add_lookups,
+    channel_factors,
+    column_parts,
+    gradient_tile,
+    in_range,
+    locate,
+    of_expert,
+    tile_position,
+)
 
-#: Token counts of the segments of one launch: each unrolls another loop, so what is beyond is
-#: concatenated first. They change from batch to batch and must not compile the kernel anew, as
-#: they would inside a tuple, whose integers are always specialised.
-TOKENS = ["tokens_0", "tokens_1", "tokens_2", "tokens_3"]
-MAX_SEGMENTS = len(TOKENS)
-
-#: Strides from here on need 64-bit offsets inside a tile: a tile spans at most 384 strides.
-WIDE_STRIDE = 1 << 22
+#: Token counts of the segments of one launch. They change from batch to batch and must not compile the
+#: kernel anew, as they would inside a tuple, whose integers are always specialised.
+TOKENS = [f"tokens_{segment}" for segment in range(MAX_SEGMENTS)]
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -47,6 +50,7 @@ def wgrad_step_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    ends,
     lookups,
     lookup_strides,
     accumulator,
@@ -79,6 +83,22 @@ def wgrad_step_kernel(
     BY_ROW: tl.constexpr,
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
+    if ends is not None:
+        expert = tl.program_id(1).to(tl.int64)
+        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        if accumulator is not None:
+            accumulator += expert * O * I
+        weight += expert * O * I
+        if master is not None:
+            master += expert * O * I
+        moved = ()
+        for index in tl.static_range(len(states)):
+            moved = moved + (states[index] + expert * O * I,)  # noqa: RUF005 - Triton has no unpacking
+        states = moved
+        moved = ()
+        for index in tl.static_range(len(scales)):
+            moved = moved + (scales[index] + expert * O * tl.cdiv(I, 64),)  # noqa: RUF005 - Triton has no unpacking
+        scales = moved
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     tile = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     if lookups is not None:
@@ -112,7 +132,8 @@ def wgrad_step_kernel(
             stored = stored + (states[index] + corner + offset,)  # noqa: RUF005 - Triton has no unpacking
         bits = None
         if noise is not None:
-            bits = tile_bits(noise, row, first, BLOCK_O, WIDTH, GROUPED)
+            # All experts are one tensor, of which the rows are numbered through.
+            bits = tile_bits(noise, row + tl.program_id(1).to(tl.int64) * O, first, BLOCK_O, WIDTH, GROUPED)
         scaled = ()
         has_block = None
         weight_scaled = None
@@ -126,7 +147,7 @@ def wgrad_step_kernel(
                 weight_scaled = weight_scale + block
         step_coordinates(g, inside, weights, weight_scaled, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
     if partials is not None:
-        tl.store(partials + tl.program_id(0), sum_of_squares)
+        tl.store(partials + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), sum_of_squares)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -138,6 +159,7 @@ def wgrad_norm_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    ends,
     lookups,
     lookup_strides,
     accumulator,
@@ -159,6 +181,11 @@ def wgrad_norm_kernel(
         if tl.load(sure) != 0:
             return
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
+    if ends is not None:
+        expert = tl.program_id(1).to(tl.int64)
+        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        if accumulator is not None:
+            accumulator += expert * O * I
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     if lookups is not None:
@@ -169,7 +196,7 @@ def wgrad_norm_kernel(
         g += tl.load(accumulator + corner + offset, mask=inside, other=0.0).to(tl.float32)
     if channels is not None:
         g *= channel_factors(channels, row, column, O, I, BLOCK_O, BLOCK_I, BY_ROW)
-    tl.store(partials + tl.program_id(0), tl.sum(g * g))
+    tl.store(partials + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(g * g))
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -181,6 +208,7 @@ def wgrad_write_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
+    ends,
     lookups,
     lookup_strides,
     accumulator,
@@ -197,6 +225,12 @@ def wgrad_write_kernel(
     PRECISION: tl.constexpr,
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
+    if ends is not None:
+        expert = tl.program_id(1).to(tl.int64)
+        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        if accumulator is not None:
+            accumulator += expert * O * I
+        out += expert * O * I
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
     g = gradient_tile(dys, xs, tokens, strides, row, column, O, I, BLOCK_O, BLOCK_I, BLOCK_T, OFFSET, PRECISION)
     if lookups is not None:
@@ -210,11 +244,23 @@ def wgrad_write_kernel(
 
 
 def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> None:
-    """Launch the step of one weight, on operands that the caller checked."""
+    """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked."""
+    experts = slot.weight.shape[0] if slot.weight.dim() == 3 else None
+    if experts is not None:
+        slot, accumulator = first_of(slot), None if accumulator is None else accumulator[0]
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
     written = [tensor for _, tensor in slot.tensors()]
-    launch = _Launch(segments, accumulator, rows, columns, written, noisy=slot.noise is not None, scaled=slot.is_scaled)
+    launch = Launch(
+        segments,
+        accumulator,
+        rows,
+        columns,
+        written,
+        noisy=slot.noise is not None,
+        scaled=slot.is_scaled,
+        experts=experts,
+    )
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:
         wgrad_step_kernel[launch.grid](
@@ -255,8 +301,9 @@ def wgrad_norm_sq(
         known: what it is, 0-dim fp64, and whether that is sure, 0-dim bool; the kernel then has nothing to do.
         channels: fp32 ``[O, 1]`` or ``[1, I]``, which multiplies the gradient first.
     """
-    rows, columns = shape
-    launch = _Launch(segments, accumulator, rows, columns)
+    *experts, rows, columns = shape
+    accumulator = accumulator[0] if experts and accumulator is not None else accumulator
+    launch = Launch(segments, accumulator, rows, columns, experts=experts[0] if experts else None)
     partials = launch.partials(out.device)
     if launch.grid[0]:
         sure = None if known is None else known[1].int()
@@ -272,88 +319,16 @@ def wgrad_norm_sq(
 
 def wgrad_write(segments, out: Tensor, accumulator: Tensor | None) -> None:
     """Launch the forming of one weight gradient in memory, on operands that the caller checked."""
-    rows, columns = out.shape
-    launch = _Launch(segments, accumulator, rows, columns, [out])
+    *experts, rows, columns = out.shape
+    if experts:
+        out, accumulator = out[0], None if accumulator is None else accumulator[0]
+    launch = Launch(segments, accumulator, rows, columns, [out], experts=experts[0] if experts else None)
     if launch.grid[0]:
         wgrad_write_kernel[launch.grid](*launch.operands, out, out.stride(), rows, columns, **launch.options)
 
 
-class _Launch:
-    """What the three kernels are launched with alike.
-
-    Args:
-        rows, columns: of the gradient.
-        written: the other tensors of that shape which the kernel addresses.
-        noisy: it makes random bits besides.
-        scaled: states are stored in blocks.
-    """
-
-    def __init__(
-        self, segments, accumulator, rows: int, columns: int, written=(), *, noisy: bool = False, scaled: bool = False
-    ):
-        lookups = Lookups.of([segment for segment in segments if is_lookup(segment)])
-        segments = merge_segments([s for s in segments if s[0].shape[0] and not is_lookup(s)])
-        dys, xs = zip(*segments, strict=True) if segments else ((), ())
-        tensors = [*dys, *xs, *written, *(() if accumulator is None else (accumulator,))]
-        aligned = rows % 16 == columns % 16 == 0 and all(map(_is_aligned, tensors))
-        fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
-        wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
-        precise = lookups is not None and lookups.values.dtype is torch.float32
-        tile = choose_tile(rows, columns, fp32=fp32 or precise, aligned=aligned, product=bool(segments))
-        tile = in_blocks(tile, aligned=aligned) if scaled else tile
-        self.operands = (
-            dys,
-            xs,
-            tuple((*dy.stride(), *x.stride()) for dy, x in segments),
-            *(dy.shape[0] for dy in dys),
-            *(0 for _ in range(MAX_SEGMENTS - len(dys))),
-            *_lookup_operands(lookups, rows, tile.block_o),
-            accumulator,
-            None if accumulator is None else accumulator.stride(),
-        )
-        self.parts = tile.parts
-        # More operands take more registers than two programs on one processor leave each other.
-        few = len(segments) == 1 and lookups is None and accumulator is None and not noisy
-        self.maxnreg = tile.maxnreg if few and all(t.element_size() <= 2 for t in written) else None
-        self.grid = (triton.cdiv(rows, tile.block_o) * triton.cdiv(columns, tile.block_i),)
-        self.options = {
-            "BLOCK_O": tile.block_o,
-            "BLOCK_I": tile.block_i,
-            "BLOCK_T": tile.block_t,
-            "GROUP": tile.group,
-            "OFFSET": tl.int64 if wide else tl.int32,
-            "PRECISION": "tf32" if fp32 and _tf32_allowed() else "ieee",
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-
-    def partials(self, device: torch.device) -> Tensor:
-        """One fp32 sum of squares a tile; their sum has a fixed order, so replicas agree."""
-        return torch.empty(self.grid, dtype=torch.float32, device=device)
-
-
 def _by_row(channels: Tensor | None) -> bool:
     return channels is not None and channels.shape[1] == 1
-
-
-def _lookup_operands(lookups: Lookups | None, rows: int, block: int) -> tuple:
-    if lookups is None:
-        return None, None
-    starts = lookups.starts(rows, block)
-    return (lookups.ids, lookups.order, lookups.values, starts), lookups.values.stride()
-
-
-def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
-    """Return at most ``MAX_SEGMENTS`` segments that hold the same tokens."""
-    segments = list(segments)
-    if len(segments) <= MAX_SEGMENTS:
-        return segments
-    size = -(-len(segments) // MAX_SEGMENTS)
-    merged = []
-    for start in range(0, len(segments), size):
-        dys, xs = zip(*segments[start : start + size], strict=True)
-        merged.append((torch.cat(dys), torch.cat(xs)))
-    return merged
 
 
 def shared_strides(slot: Slot) -> tuple[int, ...]:
@@ -364,14 +339,3 @@ def shared_strides(slot: Slot) -> tuple[int, ...]:
     if len(used) > 1:
         raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
     return others[0].stride()
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    # 16 elements, not 16 bytes: what Triton specialises integers on.
-    strides_fit = all(stride == 1 or stride % 16 == 0 for stride in tensor.stride())
-    return strides_fit and tensor.data_ptr() % 16 == 0
-
-
-def _tf32_allowed() -> bool:
-    # The older allow_tf32 raises when it is read after this one was set.
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,0 +1,172 @@
+"""Experts in one tensor ``[E, O, I]``: the gradient of each is ``dY^T X`` over its own tokens.
+
+The tokens lie in the order of their experts. Where each expert's end stays on the device, so that one launch
+steps them all without asking how many tokens came: an expert without any is stepped with ``G = 0``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import reference, regimes
+from .backend import resolve_backend
+from .merge import MAX_SEGMENTS
+from .slot import Segment, Slot, check_accumulator, check_segments
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """The dY of a segment of a grouped weight.
+
+    Attributes:
+        rows: dY ``[T, O]``, the tokens in the order of their experts.
+        ends: int32 ``[E]``, non-decreasing: where the tokens of each expert end; the last is T.
+    """
+
+    rows: Tensor
+    ends: Tensor
+
+
+def is_grouped(shape: Sequence[int]) -> bool:
+    """Whether a weight of ``shape`` holds experts."""
+    return len(shape) == 3
+
+
+def check_grouped(name: str, segments: Sequence[Segment], shape: torch.Size, device: torch.device) -> None:
+    """Raise unless every segment is ``GroupedRows, X [T, I]`` of one ``[E, O, I]``."""
+    for dy, _ in segments:
+        if not isinstance(dy, GroupedRows):
+            raise ValueError(f"{name}: shape {list(shape)} holds experts; give dY as GroupedRows")
+        ends = dy.ends
+        if ends.dtype is not torch.int32 or ends.shape != shape[:1] or ends.device != device:
+            raise ValueError(
+                f"{name}: the ends of the experts' tokens are {list(ends.shape)} {ends.dtype} on {ends.device}; give "
+                f"int32 [{shape[0]}] on {device}"
+            )
+        if not ends.is_contiguous():
+            raise ValueError(f"{name}: the ends of the experts' tokens are strided; call contiguous()")
+    check_segments(name, [(dy.rows, x) for dy, x in segments], shape[1:], device)
+
+
+def wgrad_step(
+    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> None:
+    """Step every expert of a checked ``slot``; rules that read more than their own coordinate see all of them as one.
+
+    Raises:
+        ValueError: operands that do not fit, or that are not contiguous; nothing has changed then.
+    """
+    shape, device = slot.weight.shape, slot.weight.device
+    check_grouped(slot.name, segments, shape, device)
+    _check_contiguous(slot.name, accumulator, *(tensor for _, tensor in slot.tensors()))
+    if accumulator is not None:
+        check_accumulator(slot.name, accumulator, shape, device)
+    if slot.rule.stages is not None:
+        whole = torch.empty(shape, dtype=torch.float32, device=device)
+        wgrad_write(segments, whole, accumulator, backend)
+        regimes.step([slot], [whole], multiplier, backend)
+        return
+    triton = _triton(device, backend)
+    if triton is not None:
+        triton.wgrad_step(slot, segments, accumulator, multiplier)
+        return
+    norms = None if slot.norm_sq is None else slot.norm_sq.new_zeros(shape[0])
+    for expert, factors in _by_expert(segments, shape[0]):
+        part = _part(slot, expert)
+        part.norm_sq = None if norms is None else norms[expert]
+        part.noise = None if slot.noise is None else slot.noise.below(expert * shape[1])
+        reference.wgrad_step(part, factors, None if accumulator is None else accumulator[expert], multiplier)
+    if norms is not None:
+        slot.norm_sq.data.copy_(norms.sum(dtype=torch.float64))
+
+
+def wgrad_norm_sq(
+    segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, shape: torch.Size, backend: str
+) -> None:
+    """Write the sum of squares of all experts' gradients to ``out``."""
+    check_grouped("wgrad_norm_sq", segments, shape, out.device)
+    _check_contiguous("wgrad_norm_sq", accumulator)
+    triton = _triton(out.device, backend)
+    if triton is not None:
+        triton.wgrad_norm_sq(segments, out, accumulator, shape)
+        return
+    norms = torch.zeros(shape[0], dtype=torch.float64, device=out.device)
+    for expert, factors in _by_expert(segments, shape[0]):
+        added = None if accumulator is None else accumulator[expert]
+        reference.wgrad_norm_sq(factors, norms[expert], added, shape[1:])
+    out.data.copy_(norms.sum())
+
+
+def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:
+    """Write the experts' gradients to ``out``, which may be ``accumulator``."""
+    check_grouped("wgrad: out", segments, out.shape, out.device)
+    _check_contiguous("wgrad: out", accumulator, out)
+    triton = _triton(out.device, backend)
+    if triton is not None:
+        triton.wgrad_write(segments, out, accumulator)
+        return
+    for expert, factors in _by_expert(segments, out.shape[0]):
+        reference.wgrad_write(factors, out[expert], None if accumulator is None else accumulator[expert])
+
+
+def first_of(slot: Slot) -> Slot:
+    """The first expert's part of ``slot``, from which a launch finds the others."""
+    part = _part(slot, 0)
+    part.norm_sq, part.noise, part.late_norms = slot.norm_sq, slot.noise, slot.late_norms
+    return part
+
+
+def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Tensor, ...]]:
+    """Return the segments as plain tensors, and the ends of each; more than a launch takes become one.
+
+    Their tokens are brought into the order of the experts on the device.
+    """
+    segments = [(dy, x) for dy, x in segments if x.shape[0]]
+    if len(segments) > MAX_SEGMENTS:
+        experts = [torch.searchsorted(dy.ends, torch.arange(len(x), device=x.device), right=True) for dy, x in segments]
+        order = torch.argsort(torch.cat(experts), stable=True)
+        ends = torch.stack([dy.ends for dy, _ in segments]).sum(0, dtype=torch.int32)
+        rows = torch.cat([dy.rows for dy, _ in segments])[order]
+        segments = [(GroupedRows(rows, ends), torch.cat([x for _, x in segments])[order])]
+    return [(dy.rows, x) for dy, x in segments], tuple(dy.ends for dy, _ in segments)
+
+
+def _part(slot: Slot, expert: int) -> Slot:
+    key = "expert", expert
+    if key not in slot.memo:
+        slot.memo[key] = replace(
+            slot,
+            weight=slot.weight.detach()[expert],
+            states=tuple(state[expert] for state in slot.states),
+            scales=tuple(scale[expert] for scale in slot.scales),
+            master=None if slot.master is None else slot.master[expert],
+            late_norms=None,
+            update_norm_sq=None,
+        )
+    part = slot.memo[key]
+    part.rule = slot.rule
+    return part
+
+
+def _by_expert(segments: Sequence[Segment], experts: int) -> Iterator[tuple[int, list[Segment]]]:
+    starts = [[0, *dy.ends.tolist()] for dy, _ in segments]
+    for expert in range(experts):
+        pairs = zip(segments, starts, strict=True)
+        yield expert, [(dy.rows[s[expert] : s[expert + 1]], x[s[expert] : s[expert + 1]]) for (dy, x), s in pairs]
+
+
+def _triton(device: torch.device, backend: str):
+    if resolve_backend(device, backend) == "reference":
+        return None
+    # Triton is imported by its first use: importing this package must not need it.
+    return importlib.import_module(".triton_wgrad", __package__)
+
+
+def _check_contiguous(name: str, *tensors: Tensor | None) -> None:
+    if any(tensor is not None and not tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"{name}: a grouped weight, its states and its gradient must be contiguous")
