@@ -8,8 +8,9 @@
 from forge_megatron import vocab
 from forge_megatron.attach import attach, decay_groups
 from forge_megatron.coordinator import Buckets
+from forge_megatron.linear import GroupedLinear
 from forge_megatron.optimizer import ForgeOptimizer
 
 __version__ = "0.1.0"
 
-__all__ = ["Buckets", "ForgeOptimizer", "__version__", "attach", "decay_groups", "vocab"]
+__all__ = ["Buckets", "ForgeOptimizer", "GroupedLinear", "__version__", "attach", "decay_groups", "vocab"]

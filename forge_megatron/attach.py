@@ -12,9 +12,9 @@ from forge_megatron.codes import store_as_codes
 from forge_megatron.coordinator import find_shards, wholes_of
 from forge_megatron.hidden import with_adamw
 from forge_megatron.kernels import is_sharded
-from forge_megatron.linear import ForgeLinear
+from forge_megatron.linear import ForgeGroupedLinear, ForgeLinear, GroupedLinear
 from forge_megatron.linear.attached import Attached, fuse
-from forge_megatron.linear.ownership import reason_not_fused
+from forge_megatron.linear.ownership import reason_experts_not_fused, reason_not_fused
 from forge_megatron.optimizer import ForgeOptimizer
 from forge_megatron.vocab import ForgeEmbedding
 from forge_megatron.vocab import embedding as vocab_embedding
@@ -67,7 +67,7 @@ def attach(
     if store_as_codes(model, optimizer, options):
         optimizer.register()
     try:
-        own_weights(model, optimizer)
+        own_weights(model, optimizer, summed=options.get("process_group") is not None)
     except Exception:
         optimizer.detach()
         raise
@@ -85,10 +85,13 @@ def _hide_from_ddp(model: nn.Module, optimizer: ForgeOptimizer) -> None:
     model._ddp_params_and_buffers_to_ignore = [*known, *owned]
 
 
-def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
+def own_weights(model: nn.Module, optimizer: ForgeOptimizer, *, summed: bool) -> None:
     """Gives ``optimizer`` every weight of a linear or embedding that it can step, and the reason for the others.
 
     An embedding that cannot be owned leaves its weight to a head that shares it, which then waits for both.
+
+    Args:
+        summed: gradients are sums over several ranks.
     """
     weights: dict[Tensor, list[tuple[nn.Module, type[Attached]]]] = {}
     read: dict[Tensor, str] = {}
@@ -100,6 +103,9 @@ def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
             reason, forge, others = vocab_embedding.reason_not_fused(module), ForgeEmbedding, read
         elif isinstance(module, nn.Linear):
             reason, forge, others = reason_not_fused(module), ForgeLinear, optimizer.reasons
+        elif isinstance(module, GroupedLinear):
+            reason, forge = reason_experts_not_fused(module, summed=summed), ForgeGroupedLinear
+            others = optimizer.reasons
         else:
             continue
         if reason is None:

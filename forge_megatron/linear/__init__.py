@@ -2,6 +2,7 @@
 
 from forge_megatron.linear.attached import Attached
 from forge_megatron.linear.function import is_callers, owned_linear
+from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
 from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of
@@ -9,8 +10,10 @@ from forge_megatron.linear.sink import FusedStep, Sink
 
 __all__ = [
     "Attached",
+    "ForgeGroupedLinear",
     "ForgeLinear",
     "FusedStep",
+    "GroupedLinear",
     "Ledger",
     "OwnedWeight",
     "Sink",

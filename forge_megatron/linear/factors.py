@@ -16,17 +16,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forge_megatron.kernels import FormedRows, Segment, is_lookup
+from forge_megatron.kernels import FormedRows, GroupedRows, Segment, is_lookup
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One pair of factors, the versions they had, and the graph task that they belong to."""
+    """One pair of factors, the versions they had, and the graph task that they belong to.
+
+    Attributes:
+        ends: where the tokens of each expert end; None: the weight is one matrix.
+    """
 
     dy: Tensor | FormedRows
     x: Tensor
     versions: tuple[int, int]
     task: int
+    ends: Tensor | None = None
+
+    @property
+    def segment(self) -> Segment:
+        return (self.dy if self.ends is None else GroupedRows(self.dy, self.ends)), self.x
 
     def nbytes(self) -> int:
         return sum(_nbytes(factor) for factor in (self.dy, self.x))
@@ -90,22 +99,25 @@ class Factors:
 
     @property
     def segments(self) -> list[Segment]:
-        return [(pair.dy, pair.x) for pair in self.kept]
+        return [pair.segment for pair in self.kept]
 
     def nbytes(self) -> int:
         held = sum(pair.nbytes() for pair in self.kept)
         return held + (0 if self.accumulator is None else self._fp32_bytes)
 
-    def keep(self, dy: Tensor | FormedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
+    def keep(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
         """Keeps one pair. A borrowed ``x`` is copied, for somebody else may write to it; see :func:`keep_apart`."""
         x = _own(x, borrowed_x)
+        ends = None
+        if isinstance(dy, GroupedRows):
+            dy, ends = dy.rows, dy.ends.clone()
         if isinstance(dy, FormedRows):
             dy.keep(x)
         elif is_lookup((dy, x)):
             x = x.detach()
         else:
             dy = _own(dy, False).detach()
-        self.kept.append(Kept(dy, x, (_version(dy), x._version), task))
+        self.kept.append(Kept(dy, x, (_version(dy), x._version), task, ends))
         self.waited_as = "factors" if self.accumulator is None else "accumulator"
         self.most_bytes = max(self.most_bytes, self.nbytes())
 

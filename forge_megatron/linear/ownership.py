@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
+from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.modules import ForgeLinear
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +25,21 @@ def reason_not_fused(module: nn.Module) -> str | None:
     # A ForgeLinear whose optimizer was deleted is attached again.
     if type(module).forward not in (nn.Linear.forward, ForgeLinear.forward):
         return f"{type(module).__name__} has a forward of its own"
+    return reason_not_owned(module)
+
+
+def reason_experts_not_fused(module: GroupedLinear, *, summed: bool) -> str | None:
+    """None if the weight of all experts of ``module`` can be stepped inside its backward.
+
+    Args:
+        summed: its gradient is a sum over several ranks.
+    """
+    if type(module).forward not in (GroupedLinear.forward, ForgeGroupedLinear.forward):
+        return f"{type(module).__name__} has a forward of its own"
+    if summed:
+        return "experts in one tensor: their sum over process_group= has no buckets"
+    if not module.weight.is_contiguous():
+        return "experts in one tensor, which is not contiguous"
     return reason_not_owned(module)
 
 

@@ -132,7 +132,15 @@ def main() -> None:
     # The entrance would choose the reference for CPU tensors; what is compiled here is what it calls on a GPU.
     from forge_megatron.formats import Noise, Origin, scale_name, state_format
     from forge_megatron.formats.code import scale_shape
-    from forge_megatron.kernels import Slot, cublas_wgrad, softmax, triton_softmax, triton_step, triton_wgrad
+    from forge_megatron.kernels import (
+        GroupedRows,
+        Slot,
+        cublas_wgrad,
+        softmax,
+        triton_softmax,
+        triton_step,
+        triton_wgrad,
+    )
     from forge_megatron.rules import get
 
     rule = get("adamw")
@@ -166,6 +174,12 @@ def main() -> None:
             triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), None, torch.Size(shape), known)
             triton_wgrad.wgrad_write(segments, added, added)
             triton_wgrad.wgrad_write(segments, torch.zeros(shape, dtype=torch.bfloat16), None)
+    for storage, extents in (("bf16", (4, 1024, 1024)), ("int8", (4, 1024, 1024)), ("bf16-noise", (3, 333, 101))):
+        label = f"{storage} grouped{' odd' if extents[-1] % 16 else ''}"
+        experts, *shape = extents
+        dy, x = (torch.zeros(512, extent, dtype=BF16) for extent in shape)
+        segments = [(GroupedRows(dy, torch.zeros(experts, dtype=torch.int32)), x)] * 2
+        triton_wgrad.wgrad_step(slot(extents, storage), segments, torch.zeros(extents), torch.zeros(()))
     for storage, size in ELEMENTWISE:
         label = f"{storage} {size}"
         grad = torch.zeros(size, dtype=BF16 if "codes" in storage else STORAGE[storage][0])

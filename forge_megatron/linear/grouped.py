@@ -1,0 +1,132 @@
+"""Linear layers of experts whose weights are one tensor, and whose tokens lie in the order of their experts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge_megatron.kernels import GroupedRows, without_autocast
+from forge_megatron.linear.attached import Attached
+from forge_megatron.linear.function import is_callers
+from forge_megatron.linear.owned import Use, open_use
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies each expert's tokens with its matrix.
+
+    Args:
+        x: ``[T, K]``.
+        weight: ``[E, K, N]``.
+        ends: int32 ``[E]``; see :class:`GroupedLinear`.
+
+    Returns:
+        ``[T, N]``.
+    """
+    if x.device.type != "cpu":
+        return F.grouped_mm(x, weight, offs=ends)
+    # torch's own wants rows of whole 16 bytes.
+    spans = itertools.pairwise([0, *ends.tolist()])
+    return torch.cat([x[begin:end] @ matrix for (begin, end), matrix in zip(spans, weight, strict=True)])
+
+
+class GroupedLinear(nn.Module):
+    """The linear layers, without bias, of several experts.
+
+    Args:
+        experts: E, at least 1.
+        in_features: I.
+        out_features: O.
+
+    Attributes:
+        weight: ``[E, O, I]``, initialised as ``nn.Linear``'s.
+    """
+
+    def __init__(self, experts: int, in_features: int, out_features: int, device=None, dtype=None):
+        super().__init__()
+        if min(experts, in_features, out_features) < 1:
+            raise ValueError(
+                f"experts={experts}, in_features={in_features}, out_features={out_features}; give 1 or more"
+            )
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        nn.init.uniform_(self.weight, -1 / math.sqrt(in_features), 1 / math.sqrt(in_features))
+
+    def extra_repr(self) -> str:
+        experts, outputs, inputs = self.weight.shape
+        return f"experts={experts}, in_features={inputs}, out_features={outputs}"
+
+    def forward(self, input: Tensor, ends: Tensor) -> Tensor:
+        """Each expert's matrix applied to its tokens.
+
+        Args:
+            input: ``[T, I]`` in the weight's dtype, the tokens in the order of their experts; T may be 0.
+            ends: int32 ``[E]`` on the same device, non-decreasing, where the tokens of each expert end; the last is
+                T. It is not read on the host of a GPU.
+
+        Returns:
+            ``[T, O]``.
+
+        Raises:
+            ValueError: on a shape, dtype or device that does not fit; on the CPU, on a last end that is not T.
+        """
+        self._expect_fitting(input, ends)
+        return grouped_mm(input, self.weight.transpose(1, 2), ends)
+
+    def _expect_fitting(self, input: Tensor, ends: Tensor) -> None:
+        weight = self.weight
+        if input.dim() != 2 or input.shape[1] != weight.shape[2] or input.dtype is not weight.dtype:
+            raise ValueError(
+                f"the input is {list(input.shape)} {input.dtype}; give [tokens, {weight.shape[2]}] {weight.dtype}"
+            )
+        if ends.shape != weight.shape[:1] or ends.dtype is not torch.int32 or ends.device != input.device:
+            raise ValueError(
+                f"ends is {list(ends.shape)} {ends.dtype} on {ends.device}; give int32 [{weight.shape[0]}] on "
+                f"{input.device}: torch.cumsum(tokens_per_expert, 0, dtype=torch.int32)"
+            )
+        if ends.device.type == "cpu" and int(ends[-1]) != input.shape[0]:
+            raise ValueError(f"the last of ends is {int(ends[-1])}, and there are {input.shape[0]} tokens")
+
+
+class ForgeGroupedLinear(Attached, GroupedLinear):
+    """``GroupedLinear`` that hands its weight gradient to the owner of its weight."""
+
+    plain = GroupedLinear
+
+    @torch._disable_dynamo
+    def forward(self, input: Tensor, ends: Tensor) -> Tensor:
+        if self.owner_in_forward() is None:
+            return super().forward(input, ends)
+        self._expect_fitting(input, ends)
+        use = open_use(self.weight)
+        y = OwnedGroupedFunction.apply(input, use.ticket, ends, use)
+        use.bind(y.grad_fn)
+        return y
+
+
+class OwnedGroupedFunction(torch.autograd.Function):
+    """Every expert's ``dX = dY W`` from before the update, then the factors of all experts to the weight's sink."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, ticket: Tensor | None, ends: Tensor, use: Use) -> Tensor:
+        ctx.use = use
+        ctx.save_for_backward(ends, *(() if ticket is None else (x,)))
+        return grouped_mm(x, use.weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        use: Use = ctx.use
+        wanted = use.begin()
+        ends, *kept = ctx.saved_tensors
+        dx = None
+        with without_autocast(dy.device.type):
+            # A reduction's gradient is expanded, whose strides torch's grouped product refuses.
+            dy = dy.contiguous()
+            if ctx.needs_input_grad[0]:
+                dx = grouped_mm(dy, use.weight, ends)
+            if wanted:
+                (x,) = kept
+                use.deliver(GroupedRows(dy, ends), x, borrowed=is_callers(x))
+        return dx, None, None, None
