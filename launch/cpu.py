@@ -3,7 +3,8 @@
 megatron-core 0.16 and 0.19 name CUDA where they mean "this process's device". ``enable()`` gives
 those names a CPU meaning for the life of the process; where a GPU is present it does nothing, so
 that the trainer calls it without asking. What stays the caller's: ``use_cpu_initialization=True``,
-the gloo backend, and under pipeline parallelism ``batch_p2p_sync=False``.
+the gloo backend, and under pipeline parallelism ``batch_p2p_sync=False`` and, with ``overlap_p2p_comm``, no
+``deallocate_pipeline_outputs``: gloo reads an output's memory when it sends it, and the schedule has freed it by then.
 """
 
 from __future__ import annotations
