@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import nn
 
@@ -84,8 +85,8 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
     """None if FORGE steps ``weight`` in the backward of ``module``."""
     if type(module) not in _SWAP and type(module) not in _SWAP.values():
         return f"{type(module).__name__} is not a linear or an embedding that FORGE knows"
-    if getattr(module, "is_expert", False):
-        return "expert weight: the grouped step is not built yet"
+    if getattr(module, "is_expert", False) and module.tp_group.size() != _tensor_parallel_size():
+        return "expert weight whose tensor parallelism is not that of dense weights: its gradient is a partial sum"
     if type(weight) is not nn.Parameter:
         return f"the weight is a {type(weight).__name__}"
     if getattr(weight, "is_gtp_weight_remat", False):
@@ -101,6 +102,10 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return "a gradient hook is registered on the weight"
     return None
+
+
+def _tensor_parallel_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
 
 
 def _multiplied_weight(model: nn.Module, module: nn.Module) -> nn.Parameter | None:

@@ -162,8 +162,8 @@ SWITCHES: tuple[Switch, ...] = (
         "tests/distributed/test_megatron_training.py::test_multi_token_prediction", _above("mtp_num_layers", 0),
     ),
     Switch(
-        "num_moe_experts", SUPPORTED, "experts and routers stay with Megatron's optimizer; the rest is FORGE's",
-        "tests/distributed/test_megatron_training.py::test_experts_stay_with_megatrons_optimizer",
+        "num_moe_experts", SUPPORTED, "SequentialMLP's experts are stepped in backward; GroupedMLP and routers stay",
+        "tests/distributed/test_megatron_training.py::test_sequential_experts_are_stepped_in_backward",
         _above("num_moe_experts", 0),
     ),
     Switch(

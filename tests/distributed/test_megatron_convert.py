@@ -70,7 +70,7 @@ def _reasons() -> dict:
     model = build_model(Case(layers=4))
     layers = model.decoder.layers
     layers[0].mlp.linear_fc1.__class__ = Own
-    layers[1].mlp.linear_fc1.is_expert = True
+    layers[1].mlp.linear_fc1.weight.allreduce = False
     layers[2].mlp.linear_fc1.weight.grad_norm_group = "mtp"
     layers[3].mlp.linear_fc1.weight.register_hook(lambda grad: grad)
     return convert(model).kept
@@ -80,7 +80,7 @@ def test_a_weight_that_is_left_has_a_reason(results):
     for kept in results["_reasons"]:
         said = [kept[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(4)]
         assert "Own is not a linear or an embedding that FORGE knows" in said[0]
-        assert "expert" in said[1]
+        assert "data-parallel group" in said[1]
         assert "mtp" in said[2]
         assert "hook" in said[3]
 
