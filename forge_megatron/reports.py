@@ -62,6 +62,11 @@ class Reports(torch.optim.Optimizer):
         named = zip(self._parameters.labels.items(), norms.unbind(), strict=True)
         return {name: norm for (p, name), norm in named if p.requires_grad}
 
+    @property
+    def last_norms_sq(self) -> Tensor:
+        """Σ g² of each parameter's gradient in the last step, fp32 ``[parameters]``, in the order of :attr:`names`."""
+        return self._measured[0]
+
     @contextmanager
     def measuring_updates(self) -> Iterator[None]:
         """Inside, every step measures how far it moves each weight, for :attr:`update_norms`.

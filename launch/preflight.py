@@ -134,12 +134,6 @@ def _check_forge(recipe: Recipe) -> None:
     from forge_megatron import formats, rules
     from launch.dtypes import DTYPES
 
-    if recipe.parallel.data > 1:
-        raise RecipeError(
-            "parallel.data",
-            f"{recipe.parallel.data}: with optimizer.use_forge a gradient must be complete on its rank; use "
-            "parallel.tensor for all ranks, or optimizer.use_forge=false",
-        )
     try:
         rule = rules.get(recipe.optimizer.rule)
     except ValueError as error:

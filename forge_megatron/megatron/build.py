@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -17,6 +18,7 @@ from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
 
 from forge_megatron import rules
+from forge_megatron.coordinator import Buckets
 from forge_megatron.formats import RECIPES
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
@@ -146,7 +148,8 @@ def get_forge_optimizer(
             conversion.include()
     dense, *experts = theirs.chained_optimizers if isinstance(theirs, ChainedOptimizer) else [theirs]
     layout = _layout(config, model_chunks, config_overrides, conversions)
-    forge = _forge(config, options, layout, conversions, model_chunks, waits)
+    buckets = _buckets(facts)
+    forge = _forge(config, options, layout, conversions, model_chunks, waits, buckets)
     optimizer = ForgeMegatronOptimizer(dense, forge, layout, waits=waits)
     for chunk in model_chunks:
         observe(chunk, optimizer)
@@ -198,6 +201,20 @@ def _layout(
     return Layout([group for group in groups if not group["is_expert_parallel"]], names, owned)
 
 
+def _buckets(facts: Facts) -> Buckets | None:
+    """How owned gradients are summed over the ranks over which Megatron's DDP sums the others; None: one rank.
+
+    The mean as Megatron's ``gradient_scaling_factor``; with ``calculate_per_token_loss`` the sum, which is divided by
+    the tokens of all ranks at ``step()``.
+    """
+    if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
+        return None
+    return Buckets(
+        wire_dtype=torch.float32 if facts.any("grad_reduce_in_fp32") else None,
+        average=not facts.any("calculate_per_token_loss"),
+    )
+
+
 def _is_stochastic(recipe: str | None) -> bool:
     return recipe in RECIPES and RECIPES[recipe][1] == "stochastic"
 
@@ -213,6 +230,7 @@ def _forge(
     conversions: Sequence[Conversion],
     model_chunks: Sequence[nn.Module],
     waits: bool,
+    buckets: Buckets | None,
 ) -> ForgeOptimizer:
     owned = [weight for conversion in conversions for weight in conversion.owned.values()]
     rule = _rule(config, options)
@@ -235,7 +253,10 @@ def _forge(
         wholes=places,
         waiting=waits,
         accumulation_steps=None if waits else 1,
+        buckets=buckets,
+        process_group=None if buckets is None else parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     for weight in owned:
         forge.own(weight, layout.names[weight])
+    forge.synchronize()
     return forge

@@ -108,7 +108,12 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        self._norms = self.forge.norms_sq().sqrt()
+        if self.waits:
+            self._norms = self.forge.norms_sq().sqrt()
+        else:
+            # Backward has stepped them: nothing is left that this could change but the window, which it closes.
+            self.forge.step()
+            self._norms = self.forge.last_norms_sq.sqrt()
         inverse_scale = 1.0 / self.get_loss_scale() if self._has_loss_scale() else None
         found_inf = self.dense.prepare_grads()
         if inverse_scale is not None:
@@ -152,8 +157,6 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         success = self.dense.step_with_ready_grads()
         if self.waits:
             self.forge.step(gradient_multiplier=self._gradient_scale * self._coefficient)
-        else:
-            self.forge.step()
         self._forget()
         return success
 

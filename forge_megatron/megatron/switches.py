@@ -171,8 +171,8 @@ SWITCHES: tuple[Switch, ...] = (
         "tests/distributed/test_megatron_convert.py::test_adapters_on_a_frozen_base", lambda facts: None,
     ),
     Switch(
-        "data_parallel_size", REFUSED, "the gradient is a partial sum over data-parallel ranks; use "
-        "tensor parallelism for all ranks", _REFUSED,
+        "data_parallel_size", SUPPORTED, "gradients are summed in rotating buckets while backward goes on; each bucket "
+        "is stepped on arrival", "tests/distributed/test_megatron_data_parallel.py::test_trains_like_megatron",
         lambda facts: facts.data_parallel_size if facts.data_parallel_size > 1 else None,
     ),
     Switch(
@@ -188,8 +188,8 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, _above("gtp_weight_remat_size"),
     ),
     Switch(
-        "use_distributed_optimizer", REFUSED, "it has nothing to shard at data-parallel degree 1; turn it off",
-        _REFUSED, _flag("use_distributed_optimizer"),
+        "use_distributed_optimizer", REFUSED, "shards Megatron's gradient buffers, where owned weights have none; turn it "
+        "off", _REFUSED, _flag("use_distributed_optimizer"),
     ),
     Switch(
         "overlap_param_gather", REFUSED, "part of the distributed optimizer; turn it off",

@@ -66,7 +66,6 @@ def test_a_good_recipe_passes(load):
         (["model.vocab_size=200"], "model.vocab_size", "257"),
         (["run.dir=/proc/run"], "run.dir", "cannot be written"),
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
-        (["parallel.data=2"], "parallel.data", "use_forge=false"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
         (["optimizer.rule=muon", "parallel.tensor=2"], "optimizer.rule", "reads whole matrices"),

@@ -49,19 +49,19 @@ REFUSED_NAMES = [switch.name for switch in SWITCHES if switch.verdict == REFUSED
 
 def facts(**switches) -> Facts:
     configs = (SimpleNamespace(**switches),)
-    return Facts(configs, data_parallel_size=switches.get("data_parallel_size", 1))
+    return Facts(configs)
 
 
 @pytest.mark.parametrize("name", REFUSED_NAMES)
 def test_refused_by_name(name):
-    value = ON.get(name, 2 if name == "data_parallel_size" else True)
+    value = ON.get(name, True)
     with pytest.raises(NotImplementedError, match=rf"{name}={value!r}"):
         check(facts(**{name: value}))
 
 
 @pytest.mark.parametrize("name", REFUSED_NAMES)
 def test_off_is_not_refused(name):
-    check(facts(**{name: OFF.get(name, 1 if name == "data_parallel_size" else False)}))
+    check(facts(**{name: OFF.get(name, False)}))
 
 
 def test_a_flag_is_found_in_whichever_config_holds_it():

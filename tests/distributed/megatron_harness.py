@@ -158,6 +158,7 @@ class Run:
     """Model, DDP, optimizer and schedule of one case."""
 
     def __init__(self, case: Case, edit: Callable | None = None):
+        from megatron.core import parallel_state
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -226,7 +227,7 @@ class Run:
         )
         if case.scheduled:
             self.schedule.step(1)  # the first learning rate of a warm-up from 0 moves nothing
-        self.generator = torch.Generator().manual_seed(99)
+        self.generator = torch.Generator().manual_seed(99 + parallel_state.get_data_parallel_rank())
 
     def batch(self) -> dict[str, torch.Tensor]:
         tokens = torch.randint(0, VOCAB // 2, (BATCH, SEQUENCE + 1), generator=self.generator)
