@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def gate_arguments(recipe: config.Recipe, device: str) -> list[str]:
-    arguments = ["--tp", str(recipe.parallel.tensor), "--device", device, "--dtype", recipe.model.dtype]
+    degrees = ["--tp", str(recipe.parallel.tensor), "--dp", str(recipe.parallel.data)]
+    arguments = [*degrees, "--device", device, "--dtype", recipe.model.dtype]
     return [*arguments, *(["--sp"] if recipe.parallel.sequence else []), "--ensure"]
 
 

@@ -188,8 +188,8 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, _above("gtp_weight_remat_size"),
     ),
     Switch(
-        "use_distributed_optimizer", REFUSED, "shards Megatron's gradient buffers, where owned weights have none; turn it "
-        "off", _REFUSED, _flag("use_distributed_optimizer"),
+        "use_distributed_optimizer", REFUSED, "shards Megatron's gradient buffers, where owned weights "
+        "have none; turn it off", _REFUSED, _flag("use_distributed_optimizer"),
     ),
     Switch(
         "overlap_param_gather", REFUSED, "part of the distributed optimizer; turn it off",

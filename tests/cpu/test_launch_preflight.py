@@ -68,7 +68,8 @@ def test_a_good_recipe_passes(load):
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
-        (["optimizer.rule=muon", "parallel.tensor=2"], "optimizer.rule", "reads whole matrices"),
+        (["optimizer.rule=galore", "parallel.tensor=2"], "optimizer.rule", "projects whole matrices"),
+        (["optimizer.rule=apollo", "parallel.data=2"], "optimizer.rule", "projects whole matrices"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
@@ -209,7 +210,8 @@ def test_gates_that_refuse_end_the_launch_with_3(tmp_path, monkeypatch, code):
     assert launcher.main([str(path)]) == 3
     (command, options), *rest = asked
     assert not rest
-    assert command[1:] == ["-m", "gates", "--tp", "2", "--device", "cpu", "--dtype", "fp32", "--sp", "--ensure"]
+    job = ["--tp", "2", "--dp", "1", "--device", "cpu", "--dtype", "fp32", "--sp"]
+    assert command[1:] == ["-m", "gates", *job, "--ensure"]
     assert options["cwd"] == ROOT
 
 

@@ -66,6 +66,9 @@ def test_data_parallel_ranks_train_the_same_batch(data, tmp_path):
     one.run(ranks=1)
     two.run("parallel.data=2")
     assert gap(one.losses(), two.losses()) <= 2e-6
+    forge = Job(tmp_path / "forge", data, (*alone[1:], "optimizer.use_forge=true"))
+    forge.run("parallel.data=2")
+    assert gap(forge.losses(), two.losses()) <= 2e-6
 
 
 @pytest.mark.parametrize(
