@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 
 def _process(
-    rank: int, environment: dict[str, str], world: int, folder: str, inside: Callable, backend: str, function, args
+    rank: int, environment: dict[str, str], world: int, folder: str, inside: Callable, backend: str, function
 ) -> None:
     as_started_now(environment)
     torch.set_num_threads(1)
@@ -34,6 +34,7 @@ def _process(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     try:
+        args = torch.load(f"{folder}/args", weights_only=False)
         with inside():
             torch.save(function(*args), f"{folder}/result{rank}")
     except BaseException:
@@ -59,7 +60,9 @@ def run(
     """
     with TemporaryDirectory() as folder:
         try:
-            settings = (dict(os.environ), world, folder, inside, backend, function, args)
+            # Not as arguments: the server passes on no more than 256 tensors.
+            torch.save(args, f"{folder}/args")
+            settings = (dict(os.environ), world, folder, inside, backend, function)
             mp.start_processes(_process, settings, nprocs=world, start_method=start_method(backend))
         except Exception as failure:
             told = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error*")))
