@@ -22,6 +22,7 @@ class Case:
         forge: None for Megatron's own optimizer, else the keyword arguments of ForgeOptions.
         model, optimizer, ddp: further fields of the three Megatron configs.
         fused_head: with FORGE, output layer and loss are one.
+        own_batches: each data-parallel rank has batches of its own.
         tied: head and embedding share their weight.
     """
 
@@ -33,6 +34,7 @@ class Case:
     tied: bool = False
     forge: dict[str, Any] | None = None
     fused_head: bool = False
+    own_batches: bool = False
     dtype: torch.dtype = torch.float32
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -227,7 +229,9 @@ class Run:
         )
         if case.scheduled:
             self.schedule.step(1)  # the first learning rate of a warm-up from 0 moves nothing
-        self.generator = torch.Generator().manual_seed(99 + parallel_state.get_data_parallel_rank())
+        self.generator = torch.Generator().manual_seed(
+            99 + (parallel_state.get_data_parallel_rank() if case.own_batches else 0)
+        )
 
     def batch(self) -> dict[str, torch.Tensor]:
         tokens = torch.randint(0, VOCAB // 2, (BATCH, SEQUENCE + 1), generator=self.generator)

@@ -330,7 +330,9 @@ def test_refusals_name_the_cause():
     assert "log_num_zeros_in_grad=True" in found["sgd"]
 
 
-def _data_parallel() -> dict:
+@workers
+def _distributed_optimizer() -> dict:
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron_harness import build_model
 
     from forge_megatron.megatron import prepare
@@ -338,16 +340,16 @@ def _data_parallel() -> dict:
     model = build_model(Case())
     classes = [type(module) for module in model.modules()]
     try:
-        prepare([model])
+        prepare([model], DistributedDataParallelConfig(use_distributed_optimizer=True))
     except NotImplementedError as error:
         unchanged = classes == [type(module) for module in model.modules()]
         return {"error": str(error), "unchanged": unchanged and all(p.requires_grad for p in model.parameters())}
     return {}
 
 
-def test_data_parallel_is_refused_before_anything_changes():
-    for found in run(2, _data_parallel, tp=1):
-        assert "data_parallel_size=2" in found["error"]
+def test_a_refused_switch_is_named_before_anything_changes(results):
+    for found in results["_distributed_optimizer"]:
+        assert "use_distributed_optimizer=True" in found["error"]
         assert found["unchanged"]
 
 
