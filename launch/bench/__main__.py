@@ -99,7 +99,8 @@ def refuse(bench: spec.Bench, rehearse: bool) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    # Options may stand between the changes.
+    options = parser().parse_intermixed_args(argv)
     if options.bench == "figure":
         return draw_figure(options.overrides, options.out, options.place)
     try:

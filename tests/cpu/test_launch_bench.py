@@ -104,7 +104,7 @@ def test_every_committed_bench_can_be_read_and_names_known_arms():
 def test_what_cannot_run_is_refused(capsys):
     with pytest.raises(config.RecipeError, match="did you mean steps"):
         spec.load("llama3_8b", ["step=3"])
-    assert bench_main.main(["llama3_8b", "arms=[adamw]"]) == bench_main.IMPOSSIBLE
+    assert bench_main.main(["llama3_8b", "--fork", "arms=[adamw]"]) == bench_main.IMPOSSIBLE
     assert "there is no arm 'adamw'; there are: adamw-foreach" in capsys.readouterr().err
     assert bench_main.main(["llama3_8b", "shapes=[llama]"]) == bench_main.IMPOSSIBLE
     assert "there is no shape 'llama'; there are: tiny-llama" in capsys.readouterr().err
