@@ -342,9 +342,8 @@ def _distributed_optimizer() -> dict:
     try:
         prepare([model], DistributedDataParallelConfig(use_distributed_optimizer=True))
     except NotImplementedError as error:
-        unchanged = classes == [type(module) for module in model.modules()]
-        return {"error": str(error), "unchanged": unchanged and all(p.requires_grad for p in model.parameters())}
-    return {}
+        same = classes == [type(module) for module in model.modules()]
+        return {"error": str(error), "unchanged": same and all(p.requires_grad for p in model.parameters())}
 
 
 def test_a_refused_switch_is_named_before_anything_changes(results):
