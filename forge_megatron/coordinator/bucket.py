@@ -144,6 +144,12 @@ class Bucket:
         return buffer[: parts * self.length * dtype.itemsize].view(dtype)
 
 
+def _width(p: Tensor, options: Buckets, gathered: bool) -> int:
+    """Bytes of an element of ``p`` in a bucket."""
+    wire = options.wire(p).itemsize
+    return max(wire, p.dtype.itemsize) if gathered else wire
+
+
 def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
     """Elements of a part of a bucket that ``p`` is put in."""
     return max(options.nbytes // (size * parts), -(-extent(p) // parts) * columns(p) if p in uncut else columns(p))
@@ -186,7 +192,7 @@ def cut(
         if p.numel() == 0:
             continue
         wire = options.wire(p)
-        size = max(wire.itemsize, p.dtype.itemsize) if gathered else wire.itemsize
+        size = _width(p, options, gathered)
         capacity = _capacity(p, size, options, parts, uncut)
         share = -(-extent(p) // parts)
         mixed = gathered and pieces and pieces[-1].param.dtype is not p.dtype
@@ -218,7 +224,7 @@ def buffer_bytes(
     params = list(params)
     largest = total = 0
     for p in params:
-        size = max(options.wire(p).itemsize, p.dtype.itemsize) if gathered else options.wire(p).itemsize
+        size = _width(p, options, gathered)
         capacity = _capacity(p, size, options, parts, uncut)
         filled = _round_up(capacity, unit)
         largest = max(largest, size * parts * (filled + _round_up(filled // unit, unit)))

@@ -73,20 +73,25 @@ def of_rows(segment: Segment, rows: slice) -> tuple[Tensor, Tensor]:
     return (first - rows.start if is_lookup(segment) else first[:, rows]), second
 
 
+def at(slot: Slot, index: slice | int) -> Slot:
+    """``slot`` for what ``index`` picks along its first dimension, in the same memory."""
+    return replace(
+        slot,
+        weight=slot.weight.detach()[index],
+        states=tuple(state[index] for state in slot.states),
+        scales=tuple(scale[index] for scale in slot.scales),
+        weight_scale=None if slot.weight_scale is None else slot.weight_scale[index],
+        master=None if slot.master is None else slot.master[index],
+        late_norms=None,
+        update_norm_sq=None,
+    )
+
+
 def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
     """``slot`` for some of its rows, in the same memory; kept by ``slot``, for its launches remember much."""
     key = "rows", rows.start, rows.stop, norm_sq is None
     if key not in slot.memo:
-        slot.memo[key] = replace(
-            slot,
-            weight=slot.weight.detach()[rows],
-            states=tuple(state[rows] for state in slot.states),
-            scales=tuple(scale[rows] for scale in slot.scales),
-            weight_scale=None if slot.weight_scale is None else slot.weight_scale[rows],
-            master=None if slot.master is None else slot.master[rows],
-            late_norms=None,
-            update_norm_sq=None,
-        )
+        slot.memo[key] = at(slot, rows)
     part = slot.memo[key]
     part.rule = slot.rule
     part.norm_sq = norm_sq

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import reference, regimes
 from .backend import resolve_backend
+from .blocks import at
 from .merge import MAX_SEGMENTS
 from .slot import Segment, Slot, check_accumulator, check_segments
 
@@ -139,15 +140,7 @@ def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Ten
 def _part(slot: Slot, expert: int) -> Slot:
     key = "expert", expert
     if key not in slot.memo:
-        slot.memo[key] = replace(
-            slot,
-            weight=slot.weight.detach()[expert],
-            states=tuple(state[expert] for state in slot.states),
-            scales=tuple(scale[expert] for scale in slot.scales),
-            master=None if slot.master is None else slot.master[expert],
-            late_norms=None,
-            update_norm_sq=None,
-        )
+        slot.memo[key] = at(slot, expert)
     part = slot.memo[key]
     part.rule = slot.rule
     return part

@@ -28,24 +28,24 @@ _READERS = ("mtp_num_layers", "use_mup")
 
 
 class ForgeOutputLayer(ForgeColumnParallelLinear):
-    """Megatron's output layer, which inside :meth:`left_to_the_loss` returns its input."""
+    """Megatron's output layer, which inside :meth:`left_to_the_loss` returns its input.
 
-    _left = False
+    Attributes:
+        is_left: the loss multiplies in its place.
+    """
+
+    is_left = False
 
     @contextmanager
     def left_to_the_loss(self):
-        self._left = True
+        self.is_left = True
         try:
             yield
         finally:
-            self._left = False
-
-    @property
-    def is_left(self) -> bool:
-        return self._left
+            self.is_left = False
 
     def forward(self, input_: Tensor, *args, **kwargs):
-        return (input_, None) if self._left else super().forward(input_, *args, **kwargs)
+        return (input_, None) if self.is_left else super().forward(input_, *args, **kwargs)
 
 
 class ForgeGPTModel(GPTModel):

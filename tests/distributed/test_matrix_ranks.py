@@ -11,6 +11,7 @@ from ranks import Workers
 from sharded_nets import Net, contents, shard, train
 
 import forge_megatron as forge
+from launch.bench.arm import Several
 from tests.cpu import oracles_staged
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,25 +42,16 @@ def filled() -> Net:
     return net
 
 
-class TorchMuon:
-    def __init__(self, net: Net):
-        hidden = [p for name, p in net.named_parameters() if name.endswith(("up.weight", "down.weight"))]
-        others = [p for p in net.parameters() if not any(p is other for other in hidden)]
-        self.optimizers = [torch.optim.Muon(hidden, **MUON), torch.optim.AdamW(others, **ADAMW)]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+def torch_muon(net: Net) -> Several:
+    hidden = [p for name, p in net.named_parameters() if name.endswith(("up.weight", "down.weight"))]
+    others = [p for p in net.parameters() if not any(p is other for other in hidden)]
+    return Several(torch.optim.Muon(hidden, **MUON), torch.optim.AdamW(others, **ADAMW))
 
 
 def oracle(rule: str, net: Net):
     """Of torch, of the authors' package, or fp64 by hand, on whole weights and the gradient of all ranks' batches."""
     if rule == "muon":
-        return TorchMuon(net)
+        return torch_muon(net)
     if rule == "adafactor":
         return torch.optim.Adafactor(net.parameters(), **RULES[rule])
     if rule == "sm3":

@@ -56,16 +56,22 @@ def test_the_logits_are_formed_by_blocks(results):
         assert widths == [16] * (2 * VOCAB // 2 // 16)
 
 
-@workers
-def _without_labels() -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of the same weights with the fused head and with Megatron's."""
+def _outputs(*, labelled: bool) -> tuple[torch.Tensor, ...]:
     found = []
     for case in (CASE, Case(sequence_parallel=True, clip=0.0)):
         session = Run(case)
         batch = session.batch()
+        session.model.train(not labelled)
         with torch.no_grad():
-            found.append(session.model(batch["tokens"], batch["positions"], None))
+            labels = batch["labels"] if labelled else None
+            found.append(session.model(batch["tokens"], batch["positions"], None, labels=labels))
     return tuple(found)
+
+
+@workers
+def _without_labels() -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of the same weights with the fused head and with Megatron's."""
+    return _outputs(labelled=False)
 
 
 def test_a_model_without_labels_returns_its_logits(results):
@@ -76,14 +82,7 @@ def test_a_model_without_labels_returns_its_logits(results):
 
 @workers
 def _evaluation() -> tuple[torch.Tensor, torch.Tensor]:
-    found = []
-    for case in (CASE, Case(sequence_parallel=True, clip=0.0)):
-        session = Run(case)
-        batch = session.batch()
-        session.model.eval()
-        with torch.no_grad():
-            found.append(session.model(batch["tokens"], batch["positions"], None, labels=batch["labels"]))
-    return tuple(found)
+    return _outputs(labelled=True)
 
 
 def test_the_loss_without_gradients(results):
