@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gates.gate import DTYPES, IDS, MOST_RANKS, SHARDINGS, Case, Result, get, required, sweep
+from gates.gate import AXES, DTYPES, IDS, MOST_RANKS, SHARDINGS, Case, Degrees, Result, get, required, sweep
 from gates.receipt import RECEIPT, Receipt, device_name
 from gates.run import run
 
 RED, IMPOSSIBLE, REFUSED = 1, 2, 3
 DEGREES = {"cpu": [2, 4], "cuda": [2]}
+AXIS_NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "dp": "data"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--nproc", type=int, metavar="N", help="processes, which is the degree of each gate's axis")
     cli.add_argument("--dtype", choices=DTYPES, help="only this dtype; of a job: its weights' (default: fp32)")
     job = cli.add_argument_group("what a job needs: its gates, and with --ensure only those that were never run")
-    job.add_argument("--tp", type=int, metavar="N", help="the job's tensor-parallel degree")
-    job.add_argument("--dp", type=int, metavar="N", help="the job's data-parallel degree")
+    for axis, name in AXIS_NAMES.items():
+        job.add_argument(f"--{axis}", type=int, metavar="N", help=f"the job's {name}-parallel degree")
     job.add_argument("--sharding", choices=SHARDINGS, default="none", help="over its data-parallel ranks")
     job.add_argument("--sp", action="store_true", help="the job uses sequence parallelism")
     job.add_argument("--ensure", action="store_true", help="exit 3 with the reason where a gate is red or stale")
@@ -44,18 +45,18 @@ def cases_for(args: argparse.Namespace) -> list[Case]:
     unknown = [name for name in args.ids if name.upper() not in IDS]
     if unknown:
         raise ValueError(f"no gate is called {', '.join(unknown)}; there are {', '.join(IDS)}")
-    is_job = args.tp is not None or args.dp is not None
-    if not is_job and (args.ensure or args.sp or args.sharding != "none"):
-        raise ValueError("--ensure, --sp and --sharding are about a job: give its --tp or --dp too")
-    if is_job:
-        tp, dp = args.tp or 1, args.dp or 1
+    job = job_degrees(args)
+    if job is None and (args.ensure or args.sp or args.sharding != "none"):
+        raise ValueError("--ensure, --sp and --sharding are about a job: give its degrees too, such as --tp or --dp")
+    if job is not None:
         if args.ids or args.nproc:
-            raise ValueError("--tp and --dp choose the gates that a job needs: give no ID and no --nproc with them")
-        if min(1 if args.tp is None else args.tp, 1 if args.dp is None else args.dp) < 1 or (args.sp and tp == 1):
-            raise ValueError(f"{job_options(args)} is no parallel layout")
-        if dp == 1 and args.sharding != "none":
+            raise ValueError("a job's degrees choose the gates that it needs: give no ID and no --nproc with them")
+        fault = job.fault or ("--sp needs --tp above 1" if args.sp and job.tp == 1 else "")
+        if fault:
+            raise ValueError(f"{job_options(args)} is no parallel layout: {fault}")
+        if job.dp == 1 and args.sharding != "none":
             raise ValueError(f"--sharding {args.sharding} has nothing to shard over: give --dp too")
-        return required(tp, args.sp, args.dtype or "fp32", args.device, dp, args.sharding)
+        return required(job, args.sp, args.dtype or "fp32", args.device, args.sharding)
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise ValueError(f"--nproc {args.nproc} is not between 1 and {MOST_RANKS}")
     ids = [name.upper() for name in args.ids] or list(IDS)
@@ -74,9 +75,15 @@ def degrees(device: str) -> list[int]:
     return DEGREES[device]
 
 
+def job_degrees(args: argparse.Namespace) -> Degrees | None:
+    """The job's parallel degrees; None where none is given."""
+    given = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
+    return Degrees(**given) if given else None
+
+
 def job_options(args: argparse.Namespace) -> str:
     """The job's own options, as they were given."""
-    options = [f"--{name} {value}" for name in ("tp", "dp") if (value := getattr(args, name)) is not None]
+    options = [f"--{axis} {value}" for axis in AXES if (value := getattr(args, axis)) is not None]
     options += [f"--sharding {args.sharding}"] * (args.sharding != "none") + ["--sp"] * args.sp
     return " ".join(options)
 
@@ -84,7 +91,7 @@ def job_options(args: argparse.Namespace) -> str:
 def check_devices(cases: list[Case]) -> None:
     """Raises ValueError where a case needs more GPUs than there are."""
     if any(case.device == "cuda" for case in cases):
-        needed, there = max(case.world for case in cases), torch.cuda.device_count()
+        needed, there = max(case.degrees.world for case in cases), torch.cuda.device_count()
         if needed > there:
             raise ValueError(f"{needed} ranks need as many GPUs, and this machine has {there}: see --nproc")
 
@@ -144,8 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.ensure:
         return ensure(cases, receipt, console, f"{job_options(args)} --dtype {args.dtype or 'fp32'}")
     results = run_all(cases, receipt, console)
-    left_out = max(DEGREES[args.device]) if args.nproc is None and args.tp is None and args.dp is None else 0
-    if left_out > max(case.world for case in cases):
+    left_out = max(DEGREES[args.device]) if args.nproc is None and job_degrees(args) is None else 0
+    if left_out > max(case.degrees.world for case in cases):
         console.print(f"NOT RUN: what needs {left_out} ranks, for want of as many GPUs", highlight=False)
     console.print(f"receipt: {RECEIPT}", highlight=False, soft_wrap=True)
     return 0 if all(result.passed for result in results) else RED

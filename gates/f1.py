@@ -19,7 +19,7 @@ def measure(case: Case) -> list[Reading]:
 
     readings = []
     arms = {"on arrival": Arm(), "waiting": Arm(micro_batches=2, clip=0.5)}
-    if case.dp % 2 == 0:
+    if case.degrees.dp % 2 == 0:
         arms["replicated shards"] = Arm(replicas=2)
     for how, arm in arms.items():
         ours, reference = parallel(case, arm), alone(case, arm)

@@ -19,7 +19,7 @@ def measure(case: Case) -> list[Reading]:
         "kept after forward": Arm(reshard=False, evaluate=True),
         "waiting": Arm(micro_batches=2, reshard=False, evaluate=True),
     }
-    if case.dp % 2 == 0:
+    if case.degrees.dp % 2 == 0:
         arms["replicated shards"] = Arm(replicas=2)
     readings = []
     for how, arm in arms.items():

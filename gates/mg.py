@@ -27,12 +27,13 @@ STATES = {"fp32": 2.0**-18, "bf16": 2.0**-6}
 def recipe(case: Case, waiting: bool) -> Recipe:
     from launch import config
 
+    tp = case.degrees.tp
     return config.Recipe(
         model=config.Model(
-            num_layers=2, hidden_size=16 * case.tp, ffn_hidden_size=64 * case.tp, num_attention_heads=2 * case.tp,
-            vocab_size=128 * case.tp, bias=True, dtype=case.dtype,
+            num_layers=2, hidden_size=16 * tp, ffn_hidden_size=64 * tp, num_attention_heads=2 * tp,
+            vocab_size=128 * tp, bias=True, dtype=case.dtype,
         ),
-        parallel=config.Parallel(tensor=case.tp, sequence=case.sp),
+        parallel=config.Parallel(tensor=tp, sequence=case.sp),
         data=config.Data(sequence_length=SEQUENCE),
         batch=config.Batch(micro=BATCH, total=BATCH * (2 if waiting else 1)),
         optimizer=config.Optimizer(

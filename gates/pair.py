@@ -52,7 +52,7 @@ def device_of(case: Case) -> torch.device:
 
 def sizes(case: Case) -> tuple[int, int, int]:
     """(sequence, hidden, ffn): multiples of the degree, and odd numbers of tiles."""
-    return TOKENS_PER_RANK * case.tp, HIDDEN, FFN * case.tp
+    return TOKENS_PER_RANK * case.degrees.tp, HIDDEN, FFN * case.degrees.tp
 
 
 def initial(case: Case) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ class Pairs(nn.Module):
         _, hidden, ffn = sizes(case)
         config = ModelParallelConfig(
             params_dtype=DTYPES[case.dtype],
-            tensor_model_parallel_size=case.tp,
+            tensor_model_parallel_size=case.degrees.tp,
             sequence_parallel=case.sp,
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
@@ -137,8 +137,8 @@ def shard(case: Case, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a dense tensor: rows of the column linear, columns of the row linear's weight."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     if ".column." in name:
-        return whole.chunk(case.tp, dim=0)[rank]
-    return whole if name.endswith("bias") else whole.chunk(case.tp, dim=1)[rank]
+        return whole.chunk(case.degrees.tp, dim=0)[rank]
+    return whole if name.endswith("bias") else whole.chunk(case.degrees.tp, dim=1)[rank]
 
 
 def parallel(case: Case, micro_batches: int) -> Run:
@@ -159,7 +159,7 @@ def parallel(case: Case, micro_batches: int) -> Run:
         for _ in range(micro_batches):
             x, target = (_local(case, t) for t in next(data))
             loss = F.mse_loss(model(x).float(), target.float()) / micro_batches
-            loss = loss / case.tp if case.sp else loss
+            loss = loss / case.degrees.tp if case.sp else loss
             loss.backward()
             total += _whole_loss(case, loss, group)
         if case.sp:
@@ -176,7 +176,7 @@ def parallel(case: Case, micro_batches: int) -> Run:
 
 def _local(case: Case, whole: Tensor) -> Tensor:
     """This rank's tokens of ``[s, b, h]``."""
-    return whole.chunk(case.tp)[parallel_state.get_tensor_model_parallel_rank()] if case.sp else whole
+    return whole.chunk(case.degrees.tp)[parallel_state.get_tensor_model_parallel_rank()] if case.sp else whole
 
 
 def _whole_loss(case: Case, loss: Tensor, group: dist.ProcessGroup) -> float:

@@ -68,7 +68,7 @@ class Receipt:
             self._read()
             self.entries[result.case.key] = {
                 "case": result.case.to_dict(),
-                "world_size": result.case.world,
+                "world_size": result.case.degrees.world,
                 "device": result.device_name,
                 **self.here,
                 "passed": result.passed,

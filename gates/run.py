@@ -29,7 +29,7 @@ def run(cases: list[Case], timeout_s: float = TIMEOUT_S) -> Iterator[Result]:
         cases: in the order of the results.
         timeout_s: the longest that one case may take.
     """
-    for _, group in groupby(cases, key=lambda case: (case.device, case.tp, case.dp)):
+    for _, group in groupby(cases, key=lambda case: (case.device, case.degrees)):
         pending = list(group)
         while pending:
             results = list(_run_together(pending, timeout_s))
@@ -56,8 +56,9 @@ def _run_together(cases: list[Case], timeout_s: float) -> Iterator[Result]:
 
 def _torchrun(cases: list[Case], folder: Path, log: Path, timeout_s: float) -> str:
     """Run the ranks to their end. Returns what went wrong, or nothing."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].world}"]
-    command += ["-m", "gates.worker", json.dumps([case.to_dict() for case in cases]), str(folder)]
+    ranks = f"--nproc-per-node={cases[0].degrees.world}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "-m", "gates.worker"]
+    command += [json.dumps([case.to_dict() for case in cases]), str(folder)]
     # One connection keeps the order in which a collective and the update behind it were issued.
     env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     env.setdefault("OMP_NUM_THREADS", "1")

@@ -89,7 +89,7 @@ def loss_of(model, tokens: Tensor) -> Tensor:
 
 def sharded(case: Case, arm: Arm) -> tuple[nn.Module, forge.ForgeOptimizer]:
     """The model under ``fully_shard``, a block by itself and the rest together, and attached."""
-    shape, names = (arm.replicas, case.dp // arm.replicas), ("replica", "shard")
+    shape, names = (arm.replicas, case.degrees.dp // arm.replicas), ("replica", "shard")
     mesh = init_device_mesh(case.device, shape, mesh_dim_names=names)
     mesh = mesh if arm.replicas > 1 else mesh["shard"]
     model = Model(case)
@@ -121,7 +121,7 @@ def steps(case: Case, arm: Arm, model: nn.Module, optimizer: forge.ForgeOptimize
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
-        yield (total / case.dp).item()
+        yield (total / case.degrees.dp).item()
 
 
 def parallel(case: Case, arm: Arm) -> Run:
@@ -149,18 +149,18 @@ def alone(case: Case, arm: Arm) -> Run:
     for step in range(STEPS):
         total, gradients = 0.0, {name: torch.zeros_like(p) for name, p in masters.items()}
         for micro_batch in range(arm.micro_batches):
-            parts = [tokens_of(case, step, micro_batch, rank) for rank in range(case.dp)]
+            parts = [tokens_of(case, step, micro_batch, rank) for rank in range(case.degrees.dp)]
             for part in parts if arm.precision else [torch.cat(parts)]:
                 dtype = torch.bfloat16 if arm.precision else torch.float32
                 weights = {name: p.detach().to(dtype).requires_grad_() for name, p in masters.items()}
                 loss = loss_of(lambda x, w=weights: torch.func.functional_call(model, w, (x,)), part)
                 (loss / arm.micro_batches).backward()
-                share = arm.micro_batches * (case.dp if arm.precision else 1)
+                share = arm.micro_batches * (case.degrees.dp if arm.precision else 1)
                 total += loss.item() / share
                 for name, weight in weights.items():
                     gradients[name] += weight.grad.float()
         for name, master in masters.items():
-            master.grad = gradients[name] / case.dp if arm.precision else gradients[name]
+            master.grad = gradients[name] / case.degrees.dp if arm.precision else gradients[name]
             if arm.precision == MASTERS:
                 # FSDP2 hands the reduced gradient over in the parameter's dtype.
                 master.grad = master.grad.bfloat16().float()
@@ -175,7 +175,7 @@ def alone(case: Case, arm: Arm) -> Run:
 
 def loss_of_weights(case: Case, run: Run) -> float:
     """Of the weights after the last step, in their own dtype, on sequences that no step has seen."""
-    model, tokens = Model(case), torch.cat([tokens_of(case, STEPS, 0, rank) for rank in range(case.dp)])
+    model, tokens = Model(case), torch.cat([tokens_of(case, STEPS, 0, rank) for rank in range(case.degrees.dp)])
     with torch.no_grad():
         return loss_of(lambda x: torch.func.functional_call(model, run.weights, (x,)), tokens).item()
 

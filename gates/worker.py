@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gates.gate import Case, Reading, get
+from gates.gate import Case, Degrees, Reading, get
 from launch import cpu
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 @contextlib.contextmanager
-def ranks(device: str, tp: int) -> Iterator[None]:
-    """Process group and Megatron's parallel state for cases of one degree, from torchrun's variables."""
+def ranks(device: str, degrees: Degrees) -> Iterator[None]:
+    """Process group and Megatron's parallel state for cases of the same degrees, from torchrun's variables."""
     cpu.enable(device)
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
     from megatron.core import parallel_state
@@ -33,7 +33,12 @@ def ranks(device: str, tp: int) -> Iterator[None]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=degrees.tp,
+        pipeline_model_parallel_size=degrees.pp,
+        context_parallel_size=degrees.cp,
+        expert_model_parallel_size=degrees.ep,
+    )
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -50,7 +55,7 @@ def measure(case: Case) -> list[Reading]:
 
 def main(cases: list[Case], folder: Path) -> None:
     """Measure each case, and let rank 0 write it down."""
-    with ranks(cases[0].device, cases[0].tp):
+    with ranks(cases[0].device, cases[0].degrees):
         for i, case in enumerate(cases):
             start = time.monotonic()
             readings = measure(case)
@@ -75,7 +80,7 @@ def _over_ranks(readings: list[Reading]) -> list[Reading]:
 if __name__ == "__main__":
     answers = Path(sys.argv[2])
     try:
-        main([Case(**case) for case in json.loads(sys.argv[1])], answers)
+        main([Case.from_dict(case) for case in json.loads(sys.argv[1])], answers)
     except BaseException:
         (answers / f"{os.environ['RANK']}.error").write_text(traceback.format_exc(), encoding="utf-8")
         raise

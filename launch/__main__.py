@@ -19,8 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def gate_arguments(recipe: config.Recipe, device: str) -> list[str]:
-    degrees = ["--tp", str(recipe.parallel.tensor), "--dp", str(recipe.parallel.data)]
-    arguments = [*degrees, "--device", device, "--dtype", recipe.model.dtype]
+    p = recipe.parallel
+    degrees = {"tp": p.tensor, "pp": p.pipeline, "cp": p.context, "ep": p.expert, "dp": p.data}
+    arguments = [word for axis, n in degrees.items() if n > 1 or axis == "tp" for word in (f"--{axis}", str(n))]
+    arguments += ["--device", device, "--dtype", recipe.model.dtype]
     return [*arguments, *(["--sp"] if recipe.parallel.sequence else []), "--ensure"]
 
 

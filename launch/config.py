@@ -53,6 +53,11 @@ class Model:
 class Parallel:
     tensor: int = 1
     sequence: bool = False
+    pipeline: int = 1  # stages
+    # Chunks of layers a stage, whose schedule is interleaved (Megatron's virtual pipeline size); None: one, 1F1B.
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1  # over the data- and context-parallel ranks: it takes none of its own
     data: int = 1
     nodes: int = 1
 
@@ -150,7 +155,8 @@ class Recipe:
 
     @property
     def world_size(self) -> int:
-        return self.parallel.tensor * self.parallel.data
+        p = self.parallel
+        return p.tensor * p.pipeline * p.context * p.data
 
     @property
     def micro_batches(self) -> int:

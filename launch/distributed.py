@@ -39,6 +39,7 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
     Raises:
         RuntimeError: torchrun started another number of ranks than the recipe's degrees make.
     """
+    p = recipe.parallel
     set_determinism(recipe.run.deterministic)
     on_cpu = cpu.enable(recipe.run.device)
     from megatron.core import parallel_state
@@ -55,12 +56,16 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
     try:
         if dist.get_world_size() != recipe.world_size:
             raise RuntimeError(
-                f"{dist.get_world_size()} ranks were started, and parallel.tensor="
-                f"{recipe.parallel.tensor} x parallel.data={recipe.parallel.data} is "
-                f"{recipe.world_size}"
+                f"{dist.get_world_size()} ranks were started, and parallel.tensor={p.tensor} x pipeline={p.pipeline} "
+                f"x context={p.context} x data={p.data} is {recipe.world_size}"
             )
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=recipe.parallel.tensor, create_gloo_process_groups=False
+            tensor_model_parallel_size=p.tensor,
+            pipeline_model_parallel_size=p.pipeline,
+            virtual_pipeline_model_parallel_size=p.virtual_pipeline,
+            context_parallel_size=p.context,
+            expert_model_parallel_size=p.expert,
+            create_gloo_process_groups=False,
         )
         _seed(recipe.run.seed)
         yield device

@@ -33,6 +33,10 @@ _POSITIVE = (
     "model.kv_channels",
     "model.vocab_size",
     "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.context",
+    "parallel.expert",
     "parallel.data",
     "parallel.nodes",
     "data.sequence_length",
@@ -76,6 +80,19 @@ def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
     value = recipe.get(key)
     if value % divisor:
         raise RecipeError(key, f"{value} does not divide by {what}={divisor}")
+
+
+#: Degrees that ``python -m launch`` does not take above 1.
+_NOT_BUILT = ("parallel.pipeline", "parallel.context", "parallel.expert")
+
+
+def check_degrees(recipe: Recipe) -> None:
+    parallel = recipe.parallel
+    for key in _NOT_BUILT:
+        if recipe.get(key) > 1:
+            raise RecipeError(key, f"{recipe.get(key)}: not built in python -m launch: set it to 1")
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        raise RecipeError("parallel.virtual_pipeline", "chunks are interleaved over stages: set parallel.pipeline too")
 
 
 def check_sizes(recipe: Recipe) -> None:
@@ -288,6 +305,7 @@ def check(recipe: Recipe) -> str:
         RecipeError: the first thing found.
     """
     check_values(recipe)
+    check_degrees(recipe)
     check_sizes(recipe)
     check_megatron(recipe)
     check_data(recipe)

@@ -13,14 +13,14 @@ import torch
 
 import gates.__main__ as cli
 from gates import receipt as receipts
-from gates.gate import IDS, Case, Reading, Result, get, reduced, required, sweep
+from gates.gate import IDS, Case, Degrees, Reading, Result, get, reduced, required, sweep
 from gates.receipt import ROOT, Receipt
 from gates.run import run
 from gates.worker import _over_ranks
 from launch import provenance
 
 GREEN = (Reading("gap", 1e-7, 1e-6),)
-CASE = Case("TP", "cpu", "fp32", 2)
+CASE = Case("TP", "cpu", "fp32", Degrees(tp=2))
 
 
 def result(case: Case = CASE, readings=GREEN, failure: str = "") -> Result:
@@ -68,29 +68,33 @@ def names(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("job", "needs"),
+    ("degrees", "how", "needs"),
     [
-        ((1, False, "fp32"), ["MG tp1 fp32 cpu"]),
-        ((2, False, "fp32"), ["TP tp2 fp32 cpu", "MG tp2 fp32 cpu"]),
-        ((2, True, "fp32"), ["TP tp2 fp32 cpu", "SP1 tp2 sp fp32 cpu", "MG tp2 sp fp32 cpu"]),
+        (Degrees(), (False, "fp32"), ["MG tp1 fp32 cpu"]),
+        (Degrees(tp=2), (False, "fp32"), ["TP tp2 fp32 cpu", "MG tp2 fp32 cpu"]),
+        (Degrees(tp=2), (True, "fp32"), ["TP tp2 fp32 cpu", "SP1 tp2 sp fp32 cpu", "MG tp2 sp fp32 cpu"]),
         (
-            (4, True, "bf16"),
+            Degrees(tp=4),
+            (True, "bf16"),
             ["TP tp4 fp32 cpu", "TP tp4 bf16 cpu", "SP1 tp4 sp fp32 cpu", "MG tp4 sp fp32 cpu", "MG tp4 sp bf16 cpu"],
         ),
-        ((64, False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
+        (Degrees(tp=64), (False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
         (
-            (1, False, "fp32", 2, "states"),
+            Degrees(dp=2),
+            (False, "fp32", "states"),
             ["MG tp1 fp32 cpu", "T0 dp2 fp32 cpu", "T1 dp2 fp32 cpu", "T2 dp2 fp32 cpu"],
         ),
         (
-            (1, False, "bf16", 64, "full"),
+            Degrees(dp=64),
+            (False, "bf16", "full"),
             [f"MG tp1 {dtype} cpu" for dtype in ("fp32", "bf16")]
             + [f"{gate} cpu" for gate in ("F1 dp8 fp32", "F2 dp8 fp32", "F3 dp8 bf16", "MW dp8 bf16")],
         ),
     ],
 )
-def test_a_job_needs_the_gates_of_its_degrees(job, needs):
-    assert names(required(*job[:3], "cpu", *job[3:])) == needs
+def test_a_job_needs_the_gates_of_its_degrees(degrees, how, needs):
+    sp, dtype, *sharding = how
+    assert names(required(degrees, sp, dtype, "cpu", *sharding)) == needs
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 7, 8, 9, 64])
@@ -102,7 +106,7 @@ def test_a_degree_is_reduced_to_8_ranks_and_stays_above_1(degree):
 def test_the_sweep_runs_every_gate_at_every_degree_and_dtype():
     cases = sweep(["TP", "SP1", "MG"], [2, 4], "cpu")
     assert len(set(cases)) == len(cases) == 2 * (2 + 1 + 4)
-    assert {(c.gate, c.tp) for c in cases} == {(g, n) for g in ("TP", "SP1", "MG") for n in (2, 4)}
+    assert {(c.gate, c.degrees.tp) for c in cases} == {(g, n) for g in ("TP", "SP1", "MG") for n in (2, 4)}
     assert names(sweep(["MG", "TP"], [1], "cpu")) == ["MG tp1 fp32 cpu", "MG tp1 bf16 cpu"]
 
 
@@ -150,7 +154,7 @@ def test_green_writes_a_receipt_and_exits_0(command, sources):
     entry = json.loads((sources / "receipt.json").read_text())["entries"]["TP tp2 fp32 cpu"]
     assert entry["world_size"] == 2
     assert entry["device"].startswith("cpu")
-    assert entry["case"]["tp"] == 2
+    assert entry["case"]["degrees"]["tp"] == 2
     assert set(entry["versions"]) >= {"python", "torch", "triton", "megatron-core"}
     assert len(entry["code"]) == 64
     assert entry["readings"] == [{"what": "gap", "value": 1e-7, "bound": 1e-6}]
@@ -168,10 +172,11 @@ def test_red_exits_1(command, readings):
         (["XX"], "no gate is called XX"),
         (["--nproc", "9"], "between 1 and 8"),
         (["TP", "--nproc", "1"], "nothing for 1 processes"),
-        (["--ensure"], "give its --tp or --dp"),
+        (["--ensure"], "give its degrees too"),
         (["--tp", "2", "TP"], "no ID"),
         (["--tp", "1", "--sp"], "no parallel layout"),
-        (["--dp", "0"], "no parallel layout"),
+        (["--dp", "0"], "no parallel layout: dp 0: below 1"),
+        (["--ep", "4", "--dp", "2"], "ep 4 does not divide dp 2 x cp 1"),
         (["--tp", "2", "--sharding", "full"], "nothing to shard over: give --dp"),
     ],
 )
@@ -203,7 +208,7 @@ def test_ensure_runs_what_is_missing_and_then_nothing(command):
     assert (code, ran) == (0, [])
     code, _, ran = command("--tp", "4", "--sp", "--ensure")
     assert code == 0
-    assert {case.tp for case in ran} == {4}, "a receipt at another degree does not cover the job"
+    assert {case.degrees.tp for case in ran} == {4}, "a receipt at another degree does not cover the job"
     _, _, ran = command("--tp", "2", "--sp", "--dtype", "bf16", "--ensure")
     assert {case.dtype for case in ran} == {"bf16"}
 
@@ -288,7 +293,7 @@ def test_a_broken_receipt_is_refused_and_not_replaced(command, sources):
 def test_two_processes_add_to_one_receipt(sources):
     first, second = Receipt(sources / "receipt.json"), Receipt(sources / "receipt.json")
     first.add(result(CASE))
-    second.add(result(replace(CASE, tp=4)))
+    second.add(result(replace(CASE, degrees=Degrees(tp=4))))
     assert set(Receipt(sources / "receipt.json").entries) == {"TP tp2 fp32 cpu", "TP tp4 fp32 cpu"}
     assert not list(sources.glob("*.tmp"))
 

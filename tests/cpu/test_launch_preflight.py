@@ -57,6 +57,10 @@ def test_a_good_recipe_passes(load):
         (["batch.total=9"], "batch.total", "batch.micro"),
         (["run.reorder=true", "model.dropout=0.1"], "run.reorder", "model.dropout=0.1"),
         (["parallel.nodes=3"], "parallel.nodes", "3 nodes"),
+        (["parallel.pipeline=2"], "parallel.pipeline", "not built"),
+        (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "parallel.pipeline"),
+        (["parallel.context=2"], "parallel.context", "not built"),
+        (["parallel.expert=2"], "parallel.expert", "not built"),
         (["optimizer.warmup_steps=10"], "optimizer.warmup_steps", "10 decay steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
         (["data.synthetic=false"], "data.train", "launch.prepare"),
@@ -210,7 +214,7 @@ def test_gates_that_refuse_end_the_launch_with_3(tmp_path, monkeypatch, code):
     assert launcher.main([str(path)]) == 3
     (command, options), *rest = asked
     assert not rest
-    job = ["--tp", "2", "--dp", "1", "--device", "cpu", "--dtype", "fp32", "--sp"]
+    job = ["--tp", "2", "--device", "cpu", "--dtype", "fp32", "--sp"]
     assert command[1:] == ["-m", "gates", *job, "--ensure"]
     assert options["cwd"] == ROOT
 

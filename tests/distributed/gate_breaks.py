@@ -357,7 +357,7 @@ def main(folder: Path, gate_ids: list[str]) -> None:
     """The readings of each gate, as JSON from rank 0."""
     gates = [get(gate_id) for gate_id in gate_ids]
     cases = [gate.case("cpu", gate.dtypes[0], 2, True in gate.sp) for gate in gates]
-    with ranks("cpu", cases[0].tp):
+    with ranks("cpu", cases[0].degrees):
         answers = {case.gate: readings_of(case) for case in cases}
     if os.environ["RANK"] == "0":
         (folder / "answers.json").write_text(json.dumps(answers))
