@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,9 @@ BATCH, SEQUENCE = 2, 64
 def parity(name: str, kind: str, device: str) -> dict:
     """Trains the small model ``STEPS`` steps with both; how far their weights are apart.
 
+    At the end, by the RMS of the distance and of what training changed; of a ``stepwise`` arm after each step, by
+    the RMS of all these distances and steps.
+
     Over ranks the judge trains in each of them, on the whole batch.
 
     Returns:
@@ -35,18 +39,29 @@ def parity(name: str, kind: str, device: str) -> dict:
     world = dist.get_world_size() if arm.over_ranks else 1
     ours = prepare(shape, arm, device, BATCH, SEQUENCE, SETTINGS)
     theirs = prepare(shape, judge, device, BATCH * world, SEQUENCE, SETTINGS)
+    runs = [stepper(loop) for loop in (ours, theirs)]
     before = _weights(theirs)
-    for loop in (ours, theirs):
-        run = stepper(loop)
-        for _ in range(STEPS):
-            run()
-    pairs = zip(_weights(ours), _weights(theirs), before, strict=True)
     apart = moved = 0.0
-    for got, want, start in pairs:
-        apart += (got - want).square().sum().item()
-        moved += (want - start).square().sum().item()
+    for step in range(STEPS):
+        for run in runs:
+            run()
+        if not arm.stepwise and step < STEPS - 1:
+            continue
+        after = _weights(theirs)
+        for got, want, start in zip(_weights(ours), after, before, strict=True):
+            apart += (got - want).square().sum().item()
+            moved += (want - start).square().sum().item()
+        if arm.stepwise:
+            _give(theirs, ours)
+            before = after
     distance = (apart / moved) ** 0.5
     return answer | {"distance": distance, "passed": arm.bound is None or distance <= arm.bound}
+
+
+@torch.no_grad()
+def _give(theirs: Loop, ours: Loop) -> None:
+    for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        p.copy_(q)
 
 
 def _weights(loop: Loop) -> list[Tensor]:

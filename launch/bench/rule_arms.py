@@ -17,7 +17,7 @@ from launch.bench.arm import PARITY_BOUND, Arm, Settings, Several
 from launch.bench.peers import APOLLO, GALORE
 
 #: Newton-Schulz runs in bf16 in both: two orders of a gradient's sum put some of its input's entries on two sides of
-#: a rounding of 2^-8, 1.4e-2 after 20 steps. A decay that is left out, a wrong momentum or scale is above 4e-2.
+#: a rounding of 2^-8, 1.2e-2 of a step. A decay that is left out, a wrong momentum or scale is above 4e-2.
 NEWTON_SCHULZ_BOUND = 3e-2
 
 
@@ -143,6 +143,7 @@ def arms() -> dict[str, Arm]:
             partial(_attach, name, case, "fp32"),
             judge=reference,
             bound=case.bound,
+            stepwise=True,
             against=reference,
             captured=name not in EAGER,
         )

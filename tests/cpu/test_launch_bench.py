@@ -60,9 +60,47 @@ def test_every_rule_has_a_case_and_its_reference_is_its_judge():
         assert arm.captured != (rules.get(name).regime == "projected")
 
 
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "adalomo", "adam_mini", "lars", "sm3", "nadam"])
+@pytest.mark.parametrize("name", ["lamb", "adafactor", "adalomo", "adam_mini", "lars", "sm3", "nadam", "lion"])
 def test_a_rule_makes_its_references_updates(name):
     assert parity.parity(f"forge-{name}", "llama", "cpu")["distance"] < PARITY_BOUND / 4
+
+
+def in_other_roundings(attach):
+    """An arm whose linears' outputs are one relative part in a million off: another order of every sum, as on a GPU."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(module, args, out):
+        return out * (1 + 1e-6 * torch.randn(out.shape, generator=generator))
+
+    def attached(model, settings):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(noisy)
+        return attach(model, settings)
+
+    return attached
+
+
+@pytest.mark.parametrize("name", ["lion", "adagrad", "rmsprop"])
+def test_a_rule_that_steps_by_a_sign_is_compared_step_by_step(monkeypatch, name):
+    """Left to themselves, two runs of Lion's own reference part: a sign that a last bit decides is a whole step."""
+    noisy = in_other_roundings(arms.get(f"{name}-reference").attach)
+    arm = dataclasses.replace(arms.get(f"forge-{name}"), attach=noisy)
+    monkeypatch.setitem(arms.ARMS, "stepwise", arm)
+    monkeypatch.setitem(arms.ARMS, "alone", dataclasses.replace(arm, stepwise=False))
+    alone = parity.parity("alone", "llama", "cpu")
+    assert parity.parity("stepwise", "llama", "cpu")["distance"] < min(PARITY_BOUND, alone["distance"] / 3)
+    assert name != "lion" or not alone["passed"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"both": {}}, {"both": {"weight_decay": 1.0, "betas": (0.9, 0.98)}}, {"rate": 0.102}]
+)
+def test_a_wrong_lion_is_seen(monkeypatch, wrong):
+    case = dataclasses.replace(rule_arms.CASES["lion"], **wrong)
+    attach = functools.partial(rule_arms._attach, "lion", case, "fp32")
+    monkeypatch.setitem(arms.ARMS, "changed", dataclasses.replace(arms.get("forge-lion"), attach=attach))
+    assert parity.parity("changed", "llama", "cpu")["distance"] > 2 * PARITY_BOUND
 
 
 @pytest.mark.parametrize("wrong", [{}, {"momentum": 0.9}, {"weight_decay": 0.0}])
