@@ -31,7 +31,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     """``device="cuda"``, ``Tensor.cuda()`` and the CUDA names of ``Tensor.type()``, on a CPU.
 
     schedules.py and optimizer.py allocate with ``device='cuda'``; language_module.py moves tied
-    embeddings with ``.cuda()``; clip_grads.py and optimizer.py compare ``Tensor.type()`` names.
+    embeddings with ``.cuda()``; clip_grads.py and optimizer.py compare ``Tensor.type()`` names; rope_utils.py
+    pins the context rank's chunk numbers.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -42,6 +43,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             return func(*args).replace(_TYPE_PREFIX, _TYPE_PREFIX + "cuda.", 1)
         if "device" in kwargs and _names_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": _CPU}
+        kwargs.pop("pin_memory", None)
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)

@@ -17,8 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from forge_megatron.megatron.attention import ForgeDotProductAttention
 from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
-from launch.attention import FlashCoreAttention
 from launch.config import Recipe
 from launch.dtypes import DTYPES
 from launch.norm import norm_class
@@ -91,7 +91,7 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
-    attention.core_attention = FlashCoreAttention
+    attention.core_attention = ForgeDotProductAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     else:

@@ -1,7 +1,8 @@
 """Layer specs with FORGE's linears, with and without Transformer Engine.
 
 Without Transformer Engine a spec is not needed: :func:`forge_megatron.megatron.prepare` converts any built
-model. Transformer Engine's ``TELayerNormColumnParallelLinear`` fuses the norm into the linear, so FORGE takes
+model; but under context parallelism megatron-core's local attention cannot be built, and the spec has FORGE's.
+Transformer Engine's ``TELayerNormColumnParallelLinear`` fuses the norm into the linear, so FORGE takes
 the layout of megatron-core's local spec, norm and linear apart, with Transformer Engine's norm and attention
 in it; the local spec's ``sharded_state_dict_keys_map`` keeps the fused names in checkpoints.
 """
@@ -22,6 +23,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from forge_megatron.megatron.attention import ForgeDotProductAttention
 from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
 
 _LINEARS: dict[Any, type] = {
@@ -73,7 +75,7 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
     """A transformer layer with FORGE's linears.
 
     Args:
-        config: the model's config; its norm, qk-norm and multi-latent-attention fields are read.
+        config: the model's config; its norm, qk-norm, multi-latent-attention and context-parallel fields are read.
         use_transformer_engine: take Transformer Engine's norm and attention.
 
     Raises:
@@ -92,7 +94,8 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
     )
     if not use_transformer_engine:
-        return rewrite(spec, _LINEARS)
+        context = {DotProductAttention: ForgeDotProductAttention} if config.context_parallel_size > 1 else {}
+        return rewrite(spec, {**_LINEARS, **context})
     if not transformer_engine.HAVE_TE:
         raise ModuleNotFoundError(
             "transformer_impl='transformer_engine' needs transformer_engine (pip install transformer-engine[pytorch]), "
@@ -110,3 +113,8 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
 def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:
     """``GPTModelConfig.transformer_layer_spec`` of megatron.training 0.19."""
     return get_gpt_layer_forge_spec(model_config.transformer, use_transformer_engine=True)
+
+
+def local_layer_spec(model_config: Any) -> ModuleSpec:
+    """The same without Transformer Engine."""
+    return get_gpt_layer_forge_spec(model_config.transformer)

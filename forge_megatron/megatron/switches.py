@@ -176,8 +176,9 @@ SWITCHES: tuple[Switch, ...] = (
         lambda facts: facts.data_parallel_size if facts.data_parallel_size > 1 else None,
     ),
     Switch(
-        "context_parallel_size", REFUSED, "the gradient is a partial sum over context ranks; use "
-        "sequence_parallel", _REFUSED, _above("context_parallel_size"),
+        "context_parallel_size", SUPPORTED, "gradients are summed over context ranks in the same buckets; without "
+        "Transformer Engine the spec has attention for cp_comm_type a2a and all_gather",
+        "tests/distributed/test_megatron_context.py::test_trains_like_megatron", _above("context_parallel_size"),
     ),
     Switch(
         "expert_model_parallel_size", REFUSED, "dense weights are replicated over expert ranks; set it to 1",

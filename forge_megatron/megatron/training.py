@@ -30,7 +30,8 @@ def forge_pretrain_hooks(args: Namespace, *, model_config: Any) -> None:
 
     Args:
         args: Megatron's parsed arguments, with those of :func:`add_forge_args`.
-        model_config: ``GPTModelConfig``; receives a pre-wrap hook, and with Transformer Engine the layer spec.
+        model_config: ``GPTModelConfig``; receives a pre-wrap hook, and with Transformer Engine or context
+            parallelism the layer spec.
 
     Raises:
         NotImplementedError: a Megatron switch that is not built, by name.
@@ -39,10 +40,15 @@ def forge_pretrain_hooks(args: Namespace, *, model_config: Any) -> None:
         return
     from forge_megatron.megatron.build import prepare
 
-    if args.transformer_impl == "transformer_engine" and model_config.transformer_layer_spec is None:
-        from forge_megatron.megatron.spec import transformer_engine_layer_spec
+    if model_config.transformer_layer_spec is None:
+        if args.transformer_impl == "transformer_engine":
+            from forge_megatron.megatron.spec import transformer_engine_layer_spec
 
-        model_config.transformer_layer_spec = transformer_engine_layer_spec
+            model_config.transformer_layer_spec = transformer_engine_layer_spec
+        elif args.context_parallel_size > 1:
+            from forge_megatron.megatron.spec import local_layer_spec
+
+            model_config.transformer_layer_spec = local_layer_spec
 
     def convert(chunks: list[nn.Module]) -> list[nn.Module]:
         prepare(chunks, args, fused_head=args.forge_fused_head)

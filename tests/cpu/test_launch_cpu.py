@@ -28,6 +28,7 @@ for made in (
     torch.ones(2).to("cuda"),
     torch.ones(2).to(device="cuda", dtype=torch.bfloat16),
     torch.arange(3, device=torch.cuda.current_device()),
+    torch.tensor([1.0], pin_memory=True),
 ):
     assert made.device.type == "cpu", made
 assert torch.zeros(1).type() == "torch.cuda.FloatTensor"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from launch.attention import FlashCoreAttention
+from forge_megatron.megatron.attention import ForgeDotProductAttention
 from launch.norm import norm_class
 
 
@@ -34,7 +34,7 @@ def by_hand(query, key, value, scale):
 def test_attention(groups, scale):
     torch.manual_seed(0)
     inputs = [torch.randn(11, 2, heads, 8, requires_grad=True) for heads in (6, groups, groups)]
-    layer = FlashCoreAttention(settings(), 1, AttnMaskType.causal, "self", softmax_scale=scale)
+    layer = ForgeDotProductAttention(settings(), 1, AttnMaskType.causal, "self", softmax_scale=scale)
     ours = layer(*inputs, None)
     theirs = by_hand(*inputs, scale or 8**-0.5)
     assert ours.shape == (11, 2, 48)
@@ -51,17 +51,26 @@ def test_attention(groups, scale):
     [
         (AttnMaskType.padding, {}, "causal"),
         (AttnMaskType.causal, {"window_size": (8, 0)}, "window_size"),
-        (AttnMaskType.causal, {"context_parallel_size": 2}, "context_parallel_size=2"),
         (AttnMaskType.causal, {"softmax_type": "learnable"}, "learnable"),
     ],
 )
 def test_attention_that_it_is_not(mask, changes, said):
     with pytest.raises(ValueError, match=said):
-        FlashCoreAttention(settings(**changes), 1, mask, "self")
+        ForgeDotProductAttention(settings(**changes), 1, mask, "self")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("p2p", "needs Transformer Engine.*a2a or all_gather"), ("a2a", "does not divide the 3 attention heads")],
+)
+def test_kinds_of_context_parallelism_that_it_is_not(kind, said):
+    split = settings(context_parallel_size=2, num_attention_heads=6, tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=said):
+        ForgeDotProductAttention(split, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
 
 
 def test_a_mask_is_refused():
-    layer = FlashCoreAttention(settings(), 1, AttnMaskType.causal, "self")
+    layer = ForgeDotProductAttention(settings(), 1, AttnMaskType.causal, "self")
     states = torch.randn(3, 1, 2, 4)
     with pytest.raises(ValueError, match="no mask"):
         layer(states, states, states, torch.zeros(3, 3, dtype=torch.bool))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def transformer_config(case: Case):
             "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
             "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
             "batch_p2p_sync": False,
             "sequence_parallel": case.sequence_parallel,
             "gradient_accumulation_fusion": False,
@@ -80,13 +82,13 @@ def transformer_config(case: Case):
 def layer_spec(config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from launch.attention import FlashCoreAttention
+    from forge_megatron.megatron.attention import ForgeDotProductAttention
     from launch.norm import norm_class
 
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     norm = norm_class(config.normalization)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    spec.submodules.self_attention.submodules.core_attention = FlashCoreAttention
+    spec.submodules.self_attention.submodules.core_attention = ForgeDotProductAttention
     return spec
 
 
@@ -154,6 +156,25 @@ def build_chunks(case: Case, seed: int = 7) -> list:
             parameter.data.copy_(initial["embedding.word_embeddings.weight" if tied else known[name]].data)
         chunks.append(chunk)
     return chunks
+
+
+def context_parts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch's two chunks of the sequence on this context rank, by Megatron."""
+    from megatron.core import parallel_state, utils
+
+    split = utils.get_batch_on_this_cp_rank
+    # megatron-core 0.19 asks whether the context groups differ by sample.
+    keywords = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(split).parameters else {}
+    whole = {name: value.contiguous() for name, value in batch.items()}
+    return split(whole, cp_group=parallel_state.get_context_parallel_group(), **keywords)
+
+
+def over_context(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the context ranks, which have a part of each sequence."""
+    from megatron.core import parallel_state
+
+    torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
+    return values
 
 
 class Run:
@@ -237,7 +258,8 @@ class Run:
         tokens = torch.randint(0, VOCAB // 2, (BATCH, SEQUENCE + 1), generator=self.generator)
         mask = (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.8).float()
         positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
-        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "positions": positions}
+        whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "positions": positions}
+        return context_parts(whole)
 
     def backward(self) -> float:
         """Forward and backward of all micro-batches; returns the mean loss of the last stage, 0 on the others."""
@@ -251,10 +273,10 @@ class Run:
 
             def loss_function(losses):
                 total, tokens = (losses.float() * batch["mask"]).sum(), batch["mask"].sum()
-                report = torch.stack([total.detach().clone(), tokens])
+                report = over_context(torch.stack([total.detach().clone(), tokens]))
                 if per_token:
                     return total, tokens.to(torch.int), report
-                return total / tokens, report
+                return total / report[1], report
 
             return losses, loss_function
 

@@ -260,14 +260,14 @@ def _transformer_engine_layout() -> dict:
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.spec_utils import build_module
 
+    from forge_megatron.megatron.attention import ForgeDotProductAttention
     from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
-    from launch.attention import FlashCoreAttention
     from launch.norm import ParallelLayerNorm
 
     class Norm(ParallelLayerNorm):
         pass
 
-    class Attention(FlashCoreAttention):
+    class Attention(ForgeDotProductAttention):
         pass
 
     config = transformer_config(Case())

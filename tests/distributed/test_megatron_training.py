@@ -184,14 +184,14 @@ def _mixture_of_experts() -> tuple:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe import moe_utils
 
-    from launch.attention import FlashCoreAttention
+    from forge_megatron.megatron.attention import ForgeDotProductAttention
     from launch.norm import norm_class
 
     def layer_spec(config):
         spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
         norm = norm_class(config.normalization)
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-        spec.submodules.self_attention.submodules.core_attention = FlashCoreAttention
+        spec.submodules.self_attention.submodules.core_attention = ForgeDotProductAttention
         return spec
 
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
