@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron import kernels
-from forge_megatron.coordinator import OrdinaryGradients, Pending, PendingSums
+from forge_megatron.coordinator import OrdinaryGradients, Pending, PendingSums, extent
 from forge_megatron.groups import rule_of
 from forge_megatron.reports import Reports
 from forge_megatron.rules import Rule
@@ -33,6 +33,10 @@ class AcrossRanks(Reports):
     def held(self, tensor: Tensor) -> Tensor:
         """What this rank steps of a parameter, or of a tensor of its shape."""
         return tensor if self._sums is None else self._sums.local(tensor)
+
+    def held_rows(self, p: Tensor) -> slice:
+        """The rows of ``p`` whose states this rank has."""
+        return slice(0, extent(p)) if self._sums is None else self._sums.rows(p)
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; raises ``NotImplementedError`` for what no schedule can step."""

@@ -1,6 +1,6 @@
 """Sinks for gradients that are not complete when a layer's backward ends, and the plan that chooses one."""
 
-from forge_megatron.coordinator.bucket import Buckets
+from forge_megatron.coordinator.bucket import Buckets, extent
 from forge_megatron.coordinator.decision import Decision, decide, global_norm
 from forge_megatron.coordinator.fully_sharded import FullySharded
 from forge_megatron.coordinator.loss_scale import LossScale, loss_scale
@@ -33,6 +33,7 @@ __all__ = [
     "Skips",
     "across_ranks",
     "decide",
+    "extent",
     "find_shards",
     "global_norm",
     "loss_scale",

@@ -68,6 +68,10 @@ class PartialSums(Members):
         """Steps the weights of a bucket whose sum was kept."""
         raise NotImplementedError
 
+    def rows(self, p: Tensor) -> slice:
+        """The rows of a parameter that this rank steps, and whose states it has."""
+        return slice(0, extent(p))
+
     def local(self, tensor: Tensor) -> Tensor:
         """What this rank steps of a parameter, or of a tensor of its shape."""
         return tensor

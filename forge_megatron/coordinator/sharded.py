@@ -29,8 +29,11 @@ class ShardedStates(PartialSums):
         super().__init__(ranks, options, backend, client, waits=waits)
         self.parts = ranks.size
 
+    def rows(self, p: Tensor) -> slice:
+        return part_rows(p, self.parts, self.ranks.rank)
+
     def local(self, tensor: Tensor) -> Tensor:
-        return rows_of(tensor, part_rows(tensor, self.parts, self.ranks.rank))
+        return rows_of(tensor, self.rows(tensor))
 
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
         super().expect_storable(label, rule, state)

@@ -24,7 +24,7 @@ from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.head import fuse, models_with_head
-from forge_megatron.megatron.matrices import expect_shardable, groups_of
+from forge_megatron.megatron.matrices import expect_shardable, expect_steppable_by_rows, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
@@ -137,6 +137,10 @@ def get_forge_optimizer(
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     expect_shardable(_rule(config, options), parallel_state.get_tensor_model_parallel_world_size())
+    buckets = _buckets(facts)
+    sharding = "states" if buckets is not None and facts.any("use_distributed_optimizer") else "none"
+    if sharding == "states":
+        expect_steppable_by_rows(_rule(config, options), options.recipe)
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:
@@ -148,8 +152,7 @@ def get_forge_optimizer(
             conversion.include()
     dense, *experts = theirs.chained_optimizers if isinstance(theirs, ChainedOptimizer) else [theirs]
     layout = _layout(config, model_chunks, config_overrides, conversions)
-    buckets = _buckets(facts)
-    forge = _forge(config, options, layout, conversions, model_chunks, waits, buckets)
+    forge = _forge(config, options, layout, conversions, model_chunks, waits, buckets, sharding)
     optimizer = ForgeMegatronOptimizer(dense, forge, layout, waits=waits)
     for chunk in model_chunks:
         observe(chunk, optimizer)
@@ -231,6 +234,7 @@ def _forge(
     model_chunks: Sequence[nn.Module],
     waits: bool,
     buckets: Buckets | None,
+    sharding: str,
 ) -> ForgeOptimizer:
     owned = [weight for conversion in conversions for weight in conversion.owned.values()]
     rule = _rule(config, options)
@@ -254,6 +258,7 @@ def _forge(
         waiting=waits,
         accumulation_steps=None if waits else 1,
         buckets=buckets,
+        sharding=sharding,
         process_group=None if buckets is None else parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     for weight in owned:

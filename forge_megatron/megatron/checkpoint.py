@@ -3,14 +3,14 @@
 A run with FORGE writes what the same run without it would write: one entry a parameter, keyed by the
 parameter's name (``optimizer.state.exp_avg.<key>``), param groups in Megatron's order, one step count. So
 either kind of run reads the other's checkpoint, on any tensor-parallel size, and no conversion is needed.
-8-bit states are written in fp32, from which they are read with the same codes, unless another tensor-parallel
-size cuts their blocks of 64 elsewhere.
+Under the distributed optimizer each data-parallel rank writes its rows of a state, with the same keys, so that any
+number of ranks reads them, with sharded states or without. 8-bit states are written in fp32, from which they are read
+with the same codes, unless another tensor-parallel size cuts their blocks of 64 elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,12 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
 )
 from torch import Tensor
 
-from forge_megatron.megatron.rule import dense_states, megatrons
+from forge_megatron.megatron.dense import Dense
+from forge_megatron.megatron.rows import sharded_rows
+from forge_megatron.megatron.rule import megatrons
 from forge_megatron.megatron.stages import over_stages
 
 if TYPE_CHECKING:
@@ -57,15 +58,9 @@ class Layout:
     def owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self.owned
 
-    def dense_parameters(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name to (parameter, the tensor that Megatron steps for it)."""
-        return {self.names[p]: (p, _stepped(p)) for p in self.parameters() if not self.owns(p)}
-
-
-def _stepped(parameter: Tensor) -> Tensor:
-    """What Megatron's optimizer holds for a parameter: the fp32 copy of a bf16 one."""
-    main = getattr(parameter, "main_param", None)
-    return parameter if main is None else main
+    def dense(self) -> list[Tensor]:
+        """The parameters that Megatron's optimizer steps."""
+        return [p for p in self.parameters() if not self.owns(p)]
 
 
 def _ids(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
@@ -87,30 +82,16 @@ def _positions(groups: Iterable[dict[str, Any]]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _torch_groups(optimizer: ForgeMegatronOptimizer) -> list[dict[str, Any]]:
-    inner = optimizer.dense.optimizer
-    return [] if inner is None else inner.param_groups
-
-
-def _is_mixed(optimizer: ForgeMegatronOptimizer) -> bool:
-    """Float16Optimizer nests its state dict and keeps fp32 copies."""
-    return hasattr(optimizer.dense, "fp32_from_float16_groups")
-
-
 # ---- out
 
 
-def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
+def _merged(optimizer: ForgeMegatronOptimizer, dense: Dense) -> dict[str, Any]:
     """``{"state", "param_groups"}`` of one torch optimizer over dense and owned parameters."""
     layout, forge = optimizer.layout, optimizer.forge
-    dense_groups = _torch_groups(optimizer)
-    dense_at, forge_at = _positions(dense_groups), _positions(forge.param_groups)
-    defaults = {} if optimizer.dense.optimizer is None else optimizer.dense.optimizer.defaults
+    forge_at = _positions(forge.param_groups)
     # The hyperparameters of another rule stand beside those of the dense parameters in the same group.
     is_megatrons = forge.rule is megatrons(optimizer.config)
-    # Fused optimizers count steps in the group.
-    counted = next(({"step": group["step"]} for group in dense_groups if "step" in group), {})
-    unstepped = dense_states(optimizer.config)
+    counted = dense.counted()
     state, groups, of_rule = {}, [], {}
     for group, ids in zip(layout.groups, _ids(layout.groups), strict=True):
         keys = group
@@ -122,38 +103,38 @@ def _merged(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
                 if not is_megatrons:
                     of_rule[layout.names[parameter]] = {k: v for k, v in own.items() if k not in _MEMBERS}
                 elif keys is group:
-                    keys = {**defaults, **counted, **own}
+                    keys = {**dense.defaults, **counted, **own}
             else:
-                stepped = _stepped(parameter)
-                # Before the first step torch has no state, which a checkpoint could not be loaded without.
-                held = optimizer.dense.optimizer.state.get(stepped)
-                state[position] = dict(held or {name: torch.zeros_like(stepped) for name in unstepped})
-                keys = dense_groups[dense_at[id(stepped)][0]]
+                state[position] = dense.state(parameter)
+                keys = dense.group(parameter)
         groups.append({k: v for k, v in keys.items() if k not in _MEMBERS} | {"params": ids})
     return {"state": state, "param_groups": groups} | ({"forge_groups": of_rule} if of_rule else {})
 
 
-def _fp32_copies(optimizer: ForgeMegatronOptimizer, *, is_loading: bool) -> list[list[tuple[int, Any]]]:
-    """Per group: (id, fp32 copy) of each 16-bit parameter, as Float16Optimizer keeps them.
+def _fp32_copies(
+    optimizer: ForgeMegatronOptimizer, dense: Dense, *, is_loading: bool
+) -> list[dict[int, tuple[Tensor, Tensor]]]:
+    """Per group, in its order: (parameter, fp32 copy) of each 16-bit parameter, as Float16Optimizer keeps them.
 
     A weight without a master is its own copy on saving, so that a run without FORGE finds one; on loading
     there is nothing to restore.
     """
     copies = []
-    for group, ids in zip(optimizer.layout.groups, _ids(optimizer.layout.groups), strict=True):
-        members = []
-        for parameter, position in zip(group["params"], ids, strict=True):
-            if parameter.dtype.itemsize != 2:
-                continue
-            copy: Any = _stepped(parameter)
-            if optimizer.layout.owns(parameter):
-                master = optimizer.forge.state[parameter].get("master")
-                copy = parameter.detach() if master is None else master
-                if master is None and is_loading:
-                    copy = LocalNonpersistentObject(copy)
-            members.append((position, copy))
-        copies.append(members)
+    for members in _sixteen_bit(optimizer.layout):
+        found = {}
+        for index, parameter in enumerate(members):
+            if not optimizer.layout.owns(parameter):
+                found[index] = parameter, dense.copy(parameter)
+            elif "master" in optimizer.forge.state[parameter]:
+                found[index] = parameter, optimizer.forge.state[parameter]["master"]
+            elif not is_loading:
+                found[index] = parameter, parameter.detach()
+        copies.append(found)
     return copies
+
+
+def _sixteen_bit(layout: Layout) -> list[list[Tensor]]:
+    return [[p for p in group["params"] if p.dtype.itemsize == 2] for group in layout.groups]
 
 
 def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> tuple[Any, dict[str, int]]:
@@ -176,7 +157,8 @@ def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -
     layout, taken = optimizer.layout, {}
     for position, parameter in enumerate(layout.parameters()):
         entry = state.get(position, {}) if layout.owns(parameter) else {}
-        own = [key for key, value in entry.items() if key != "step" and value.shape != parameter.shape]
+        shapes = parameter.shape, optimizer.forge.held(parameter).shape
+        own = [key for key, value in entry.items() if key != "step" and value.shape not in shapes]
         if own:
             taken[layout.names[parameter]] = {key: entry.pop(key).cpu() for key in own}
     return over_stages(taken)
@@ -195,14 +177,15 @@ def _of_all_stages(unsharded: dict[str, dict[str, Tensor]]) -> dict[str, dict[st
 
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
     """The local state dict of a run without FORGE."""
-    merged = _merged(optimizer)
-    if not _is_mixed(optimizer):
+    dense = optimizer.dense_held()
+    merged = _merged(optimizer, dense)
+    if not dense.keeps_copies:
         return merged
-    copies = [[copy for _, copy in group] for group in _fp32_copies(optimizer, is_loading=False)]
+    copies = [[copy for _, copy in g.values()] for g in _fp32_copies(optimizer, dense, is_loading=False)]
     return _mixed(optimizer, merged, copies)
 
 
-def _mixed(optimizer: ForgeMegatronOptimizer, merged: dict, copies: list[list[Any]]) -> dict[str, Any]:
+def _mixed(optimizer: ForgeMegatronOptimizer, merged: dict, copies: list | dict) -> dict[str, Any]:
     scaler = optimizer.dense.grad_scaler
     nested = {"optimizer": merged, "fp32_from_fp16_params": copies}
     return nested if scaler is None else {**nested, "grad_scaler": scaler.state_dict()}
@@ -215,13 +198,24 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         model_state: the model's sharded state dict (of the model inside DDP).
         is_loading: the result is a template to load into.
     """
-    if is_loading and optimizer.dense.optimizer is not None and optimizer.dense.init_state_fn is not None:
-        optimizer.dense.init_state_fn(optimizer.dense.optimizer, optimizer.config)
-    merged = _merged(optimizer)
-    shards = get_param_id_to_sharded_param_map(model_state, optimizer.layout.parameters())
+    dense = optimizer.dense_held()
+    if is_loading:
+        dense.make_states()
+    merged = _merged(optimizer, dense)
+    parameters = optimizer.layout.parameters()
+    shards = get_param_id_to_sharded_param_map(model_state, parameters)
     common_step, differing = _split_steps(optimizer, merged["state"])
     unsharded = _of_all_stages(_take_unsharded(optimizer, merged["state"]))
-    optim_state_to_sharding_state(merged, shards, exclude_keys=("step",))
+    merged["state"] = {
+        position: {
+            name: _sharded(optimizer, shards[position], parameters[position], value, f"optimizer.state.{name}")
+            for name, value in entry.items()
+            if name != "step"
+        }
+        for position, entry in merged["state"].items()
+    }
+    for group in merged["param_groups"]:
+        group["params"] = LocalNonpersistentObject(group["params"])
     if common_step is not None:
         merged["state"]["common_step"] = common_step
     if groups := over_stages(merged.pop("forge_groups", {})):
@@ -230,18 +224,26 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         merged["forge_steps"] = differing
     if unsharded:
         merged["forge_states"] = unsharded
-    if not _is_mixed(optimizer):
+    if not dense.keeps_copies:
         return merged
-    copies = [
-        [
-            copy
-            if isinstance(copy, LocalNonpersistentObject)
-            else make_sharded_optimizer_tensor(shards[position], copy, prefix="optimizer.state.fp32_param")
-            for position, copy in group
-        ]
-        for group in _fp32_copies(optimizer, is_loading=is_loading)
-    ]
+    # Of lists dist_checkpointing loses the positions of what a rank does not load.
+    keys = {p: position for position, p in enumerate(parameters)}
+    copies = {
+        group: {
+            index: _sharded(optimizer, shards[keys[p]], p, copy, "optimizer.state.fp32_param")
+            for index, (p, copy) in members.items()
+        }
+        for group, members in enumerate(_fp32_copies(optimizer, dense, is_loading=is_loading))
+        if members
+    }
     return _mixed(optimizer, merged, copies)
+
+
+def _sharded(optimizer: ForgeMegatronOptimizer, shard: Any, parameter: Tensor, value: Tensor, prefix: str) -> Any:
+    """A state, or an fp32 copy, as it is saved: the whole of the weight's shard, or this rank's rows of it."""
+    if value.shape == parameter.shape:
+        return make_sharded_optimizer_tensor(shard, value, prefix)
+    return sharded_rows(shard, value, optimizer.forge.held_rows(parameter), prefix)
 
 
 # ---- in
@@ -255,34 +257,41 @@ def load_state_dict(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) ->
         ValueError: a group or a parameter's state is missing; names it.
     """
     layout = optimizer.layout
-    mixed = _is_mixed(optimizer)
+    dense = optimizer.dense_held()
+    mixed = dense.keeps_copies
     inner = saved["optimizer"] if mixed else saved
     groups = optimizer._filter_and_reorder_param_groups(layout.groups, [dict(g) for g in inner["param_groups"]])
-    ids = _ids(layout.groups)
-    for ours, theirs in zip(ids, groups, strict=True):
-        if len(ours) != len(theirs["params"]):
-            raise ValueError(
-                f"the checkpoint's parameter group has {len(theirs['params'])} parameters, the model's {len(ours)}"
-            )
-    copies = _saved_copies(optimizer, saved) if mixed else {}
+    for group, theirs in zip(layout.groups, groups, strict=True):
+        here, there = len(group["params"]), len(theirs["params"])
+        if here != there:
+            raise ValueError(f"the checkpoint's parameter group has {there} parameters, the model's {here}")
+    copies = _saved_copies(layout, saved) if mixed else {}
     entries: dict[Tensor, dict] = {}
-    for group, ours, theirs in zip(layout.groups, ids, groups, strict=True):
-        for parameter, position, key in zip(group["params"], ours, theirs["params"], strict=True):
+    for group, theirs in zip(layout.groups, groups, strict=True):
+        for parameter, key in zip(group["params"], theirs["params"], strict=True):
             entry = _entry(optimizer, inner, key, parameter, theirs)
-            if layout.owns(parameter) and position in copies and "master" in optimizer.forge.state[parameter]:
-                entry["master"] = copies[position]
+            if layout.owns(parameter) and parameter in copies and "master" in optimizer.forge.state[parameter]:
+                entry["master"] = copies[parameter]
             entries[parameter] = entry
     _load_owned(optimizer, entries, groups, inner.get("forge_groups", {}))
-    _load_dense(optimizer, entries, groups, saved, copies)
-
-
-def _saved_copies(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) -> dict[int, Tensor]:
-    expected = _fp32_copies(optimizer, is_loading=True)
-    return {
-        position: value
-        for ours, theirs in zip(expected, saved["fp32_from_fp16_params"], strict=True)
-        for (position, _), value in zip(ours, theirs, strict=True)
+    hyperparameters = [{k: v for k, v in group.items() if k not in _MEMBERS} for group in groups]
+    of_parameter = {
+        p: theirs for group, theirs in zip(layout.groups, hyperparameters, strict=True) for p in group["params"]
     }
+    dense.load(entries, of_parameter, copies, saved)
+
+
+def _saved_copies(layout: Layout, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
+    parameters = _sixteen_bit(layout)
+    return {
+        parameters[group][index]: value
+        for group, members in _items(saved["fp32_from_fp16_params"])
+        for index, value in _items(members)
+    }
+
+
+def _items(members: dict[int, Any] | list[Any]) -> Iterable[tuple[int, Any]]:
+    return members.items() if isinstance(members, dict) else enumerate(members)
 
 
 def _entry(optimizer: ForgeMegatronOptimizer, inner: dict, key: int, parameter: Tensor, group: dict) -> dict:
@@ -321,34 +330,3 @@ def _load_owned(
     marker = {"version": 1, "rule": megatrons(optimizer.config).name, "exported": True}
     # The states are read in this run's recipe, whatever the checkpoint's.
     forge.load_state_dict({"state": state, "param_groups": param_groups, "forge": marker}, convert=True)
-
-
-def _load_dense(optimizer: ForgeMegatronOptimizer, entries: dict, groups: list, saved: dict, copies: dict) -> None:
-    if optimizer.dense.optimizer is None:
-        return
-    layout, dense_groups = optimizer.layout, _torch_groups(optimizer)
-    places = {id(_stepped(p)): (p, index) for index, group in enumerate(layout.groups) for p in group["params"]}
-    position_of = {id(p): position for position, p in enumerate(layout.parameters())}
-    in_groups = not any("step" in state for state in optimizer.dense.optimizer.state.values())
-    state, param_groups, dense_copies, position = {}, [], [], 0
-    for group in dense_groups:
-        ids, kept = [], []
-        keys: dict[str, Any] = {k: v for k, v in group.items() if k != "params"}
-        for stepped in group["params"]:
-            parameter, index = places[id(stepped)]
-            keys = {k: v for k, v in groups[index].items() if k not in _MEMBERS}
-            entry = dict(entries[parameter])
-            step = entry.pop("step")
-            if not ("step" in keys and in_groups):
-                entry["step"] = deepcopy(step)
-            state[position] = entry
-            ids.append(position)
-            position += 1
-            if parameter.dtype.itemsize == 2:
-                kept.append(copies.get(position_of[id(parameter)]))
-        param_groups.append({**keys, "params": ids})
-        dense_copies.append(kept)
-    dense: dict[str, Any] = {"state": state, "param_groups": param_groups}
-    if _is_mixed(optimizer):
-        dense = {**saved, "optimizer": dense, "fp32_from_fp16_params": dense_copies}
-    optimizer.dense.load_state_dict(dense)

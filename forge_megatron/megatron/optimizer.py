@@ -11,12 +11,14 @@ import math
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from forge_megatron.megatron import checkpoint
+from forge_megatron.megatron.dense import Dense, dense_held
 from forge_megatron.megatron.replicas import expect_equal_replicas
 from forge_megatron.optimizer import ForgeOptimizer
 
@@ -25,8 +27,8 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
     """Megatron's optimizer ``dense`` with the owned weights' FORGE optimizer beside it.
 
     Args:
-        dense: Megatron's optimizer (FP32 or Float16) for the dense parameters that FORGE does not step; may
-            be a stub.
+        dense: Megatron's optimizer (FP32, Float16 or Distributed) for the dense parameters that FORGE does not step;
+            may be a stub.
         forge: steps the owned weights.
         layout: which optimizer steps which parameter, in the order a run without FORGE has them.
         waits: every update is made at ``step()``.
@@ -47,11 +49,18 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self._norms: Tensor | None = None
         self._replicas_checked = False
         owned = [p for group in forge.param_groups for p in group["params"]]
+        # DistributedOptimizer's statistics are summed over data-parallel ranks too, which all have these norms.
+        counts = (
+            not isinstance(dense, DistributedOptimizer)
+            or parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
         self._counted = torch.tensor(
             [
                 index
                 for index, p in enumerate(owned)
-                if param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, self.tp_group)
+                if counts
+                and param_is_not_shared(p)
+                and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, self.tp_group)
             ],
             dtype=torch.long,
             device=owned[0].device,
@@ -104,7 +113,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self.dense.reload_model_params(state_dict=state_dict)
         for parameter, state in self.forge.state.items():
             if "master" in state:
-                state["master"].copy_(parameter.detach())
+                state["master"].copy_(self.forge.held(parameter.detach()))
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -120,7 +129,9 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
             self._gradient_scale = self._gradient_scale * inverse_scale.reshape(())
         self._norms = self._norms * self._gradient_scale
         if not self._replicas_checked and not found_inf:
-            expect_equal_replicas(self.layout.dense_parameters(), self.tp_group)
+            dense = self.dense_held()
+            stepped = {self.layout.names[p]: (p, dense.stepped(p)) for p in dense.parameters}
+            expect_equal_replicas(stepped, self.tp_group)
             self._replicas_checked = True
         return found_inf
 
@@ -137,7 +148,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         return found or bool(overflow.item() > 0)
 
     def _owned_for_norm(self) -> list[Tensor]:
-        """One vector: the norm of each owned weight's gradient, once per tensor-parallel group."""
+        """One vector: the norm of each owned weight's gradient, on one of the ranks that all have it."""
         return [self._norms[self._counted]] if self._counted.numel() else []
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
@@ -180,8 +191,23 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
 
     # ---- checkpoints, in the format of a run without FORGE
 
+    def dense_held(self) -> Dense:
+        """What Megatron's optimizer holds now."""
+        return dense_held(self.dense, self.layout.dense(), self.layout.groups)
+
     def state_dict(self) -> dict[str, Any]:
+        """Raises ``NotImplementedError`` under ``use_distributed_optimizer``."""
+        if isinstance(self.dense, DistributedOptimizer):
+            self.save_parameter_state()
         return checkpoint.state_dict(self)
+
+    def save_parameter_state(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            "use_distributed_optimizer: of the checkpoint formats only --ckpt-format torch_dist is built, which any "
+            "number of data-parallel ranks reads"
+        )
+
+    load_parameter_state = save_parameter_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         checkpoint.load_state_dict(self, state_dict)

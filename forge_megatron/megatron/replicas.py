@@ -15,11 +15,12 @@ from torch import Tensor
 _TOLERANCE = 1e-2
 
 
-def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor]], tp_group: dist.ProcessGroup | None) -> None:
+def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor | None]], tp_group: dist.ProcessGroup | None) -> None:
     """Compares the gradients of untagged parameters over tensor-parallel ranks; once, before the first step.
 
     Args:
-        named: parameter name to (parameter, tensor that holds its ``.grad``); the same on every rank.
+        named: parameter name to (parameter, tensor that holds its ``.grad``, or the part of it that this rank steps;
+            None: no part); the same on every rank.
         tp_group: the tensor-parallel group; None or one rank: nothing to compare.
 
     Raises:
@@ -28,7 +29,7 @@ def expect_equal_replicas(named: dict[str, tuple[Tensor, Tensor]], tp_group: dis
     if tp_group is None or tp_group.size() == 1:
         return
     untagged = {
-        name: held.grad
+        name: None if held is None else held.grad
         for name, (parameter, held) in named.items()
         if not getattr(parameter, "tensor_model_parallel", False)
     }

@@ -89,6 +89,8 @@ _TRAINS = "tests/distributed/test_megatron_training.py::test_trains_like_megatro
 
 _PIPELINE = "tests/distributed/test_megatron_pipeline.py::test_a_pipeline_trains_as_one_process_does"
 
+_DISTRIBUTED = "tests/distributed/test_megatron_distributed_optimizer.py"
+
 # A row is three lines, so that the table can be read as one.
 # fmt: off
 SWITCHES: tuple[Switch, ...] = (
@@ -189,12 +191,27 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, _above("gtp_weight_remat_size"),
     ),
     Switch(
-        "use_distributed_optimizer", REFUSED, "shards Megatron's gradient buffers, where owned weights "
-        "have none; turn it off", _REFUSED, _flag("use_distributed_optimizer"),
+        "use_distributed_optimizer", SUPPORTED, "a data-parallel rank has its rows of the states and masters of owned "
+        "weights; what FORGE does not step is in Megatron's DistributedOptimizer",
+        f"{_DISTRIBUTED}::test_trains_like_megatron",
+        _flag("use_distributed_optimizer"),
     ),
     Switch(
-        "overlap_param_gather", REFUSED, "part of the distributed optimizer; turn it off",
-        _REFUSED, _flag("overlap_param_gather"),
+        "overlap_param_gather", SUPPORTED, "concerns only the parameters in DDP's buffers; owned weights are gathered "
+        "when backward, or step(), returns", f"{_DISTRIBUTED}::test_trains_like_megatron",
+        _flag("overlap_param_gather"),
+    ),
+    Switch(
+        "overlap_param_gather_with_optimizer_step", REFUSED, "splits the optimizer by model chunk; turn it off",
+        _REFUSED, _flag("overlap_param_gather_with_optimizer_step"),
+    ),
+    Switch(
+        "num_distributed_optimizer_instances", REFUSED, "owned states are sharded over all data-parallel ranks; set it "
+        "to 1", _REFUSED, _above("num_distributed_optimizer_instances"),
+    ),
+    Switch(
+        "use_layer_wise_distributed_optimizer", REFUSED, "deals whole layers to ranks; turn it off",
+        _REFUSED, _flag("use_layer_wise_distributed_optimizer"),
     ),
     Switch(
         "use_megatron_fsdp", REFUSED, "sharded weights; turn it off", _REFUSED, _flag("use_megatron_fsdp"),

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON = {
     "expert_model_parallel_size": 2,
     "gtp_weight_remat_size": 2,
+    "num_distributed_optimizer_instances": 2,
     "fp8": "hybrid",
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
@@ -35,6 +36,7 @@ ON = {
 OFF = {
     "expert_model_parallel_size": 1,
     "gtp_weight_remat_size": 1,
+    "num_distributed_optimizer_instances": 1,
     "fp8": None,
     "fp4": None,
     "cuda_graph_impl": "none",
@@ -63,8 +65,8 @@ def test_off_is_not_refused(name):
 
 
 def test_a_flag_is_found_in_whichever_config_holds_it():
-    with pytest.raises(NotImplementedError, match="overlap_param_gather"):
-        check(Facts((SimpleNamespace(overlap_param_gather=False), SimpleNamespace(overlap_param_gather=True))))
+    with pytest.raises(NotImplementedError, match="use_megatron_fsdp"):
+        check(Facts((SimpleNamespace(use_megatron_fsdp=False), SimpleNamespace(use_megatron_fsdp=True))))
 
 
 def test_every_refused_switch_is_named_at_once():

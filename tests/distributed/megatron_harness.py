@@ -315,6 +315,9 @@ class Run:
         """By the name that one process has for each."""
         from forge_megatron.megatron.conversion import global_names
 
+        if self.case.ddp.get("overlap_param_gather"):
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)  # otherwise the next forward gathers them
         return {
             known[name]: p.detach().float().clone()
             for model in self.models

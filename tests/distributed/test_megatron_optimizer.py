@@ -331,7 +331,7 @@ def test_refusals_name_the_cause():
 
 
 @workers
-def _distributed_optimizer() -> dict:
+def _refused() -> dict:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron_harness import build_model
 
@@ -340,15 +340,15 @@ def _distributed_optimizer() -> dict:
     model = build_model(Case())
     classes = [type(module) for module in model.modules()]
     try:
-        prepare([model], DistributedDataParallelConfig(use_distributed_optimizer=True))
+        prepare([model], DistributedDataParallelConfig(num_distributed_optimizer_instances=2))
     except NotImplementedError as error:
         same = classes == [type(module) for module in model.modules()]
         return {"error": str(error), "unchanged": same and all(p.requires_grad for p in model.parameters())}
 
 
 def test_a_refused_switch_is_named_before_anything_changes(results):
-    for found in results["_distributed_optimizer"]:
-        assert "use_distributed_optimizer=True" in found["error"]
+    for found in results["_refused"]:
+        assert "num_distributed_optimizer_instances=2" in found["error"]
         assert found["unchanged"]
 
 

@@ -1,0 +1,286 @@
+"""Megatron's ``--use-distributed-optimizer`` with FORGE, against Megatron's own DistributedOptimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_harness import Case, Run, gap, load, owned_state, poison, run, save, train_both
+
+pytestmark = pytest.mark.timeout(900)
+
+# Gate MG's bound for fp32.
+LOSS = 2e-6
+SHARDED = {"use_distributed_optimizer": True}
+BASE = Case(steps=4, own_batches=True, optimizer=SHARDED, ddp=SHARDED)
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 256}
+CASES = {
+    "in backward": replace(BASE, clip=0.0),
+    "clipped": replace(BASE, clip=0.05),
+    "micro-batches, fused head, tied": replace(BASE, micro_batches=2, tied=True, fused_head=True),
+    "per-token loss": replace(BASE, micro_batches=2, model={"calculate_per_token_loss": True}),
+    "overlap": replace(BASE, clip=0.0, ddp=SHARDED | OVERLAP, optimizer=SHARDED | {"overlap_param_gather": True}),
+}
+
+
+def _all(names: list[str]) -> dict:
+    return {name: train_both(CASES[name]) for name in names}
+
+
+def _expect_equal(pairs: list[dict], names: list[str]) -> None:
+    for rank in pairs:
+        for name in names:
+            theirs, ours = rank[name]
+            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
+            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
+            for weight, value in theirs["weights"].items():
+                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
+
+
+def _expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
+    for name in names:
+        assert one[name][1]["losses"] != other[name][1]["losses"]
+        for weight, value in one[name][1]["weights"].items():
+            assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
+
+
+def test_trains_like_megatron():
+    names = list(CASES)
+    pairs = run(2, _all, names, tp=1)
+    _expect_equal(pairs, names)
+    _expect_bit_equal(*pairs, names)
+
+
+def test_beside_tensor_and_sequence_parallelism():
+    names = ["clipped", "micro-batches, fused head, tied"]
+    pairs = run(4, _sequence_parallel, names, tp=2)
+    _expect_equal(pairs, names)
+    for shard in (0, 1):
+        _expect_bit_equal(pairs[shard], pairs[shard + 2], names)
+
+
+def _sequence_parallel(names: list[str]) -> dict:
+    return {name: train_both(replace(CASES[name], sequence_parallel=True)) for name in names}
+
+
+def _masters() -> tuple[dict, dict]:
+    return train_both(replace(CASES["clipped"], dtype=torch.bfloat16), recipe="fp32-master")
+
+
+def test_fp32_masters_in_bf16():
+    """Both step fp32 masters from gradients of bf16 matrix products, so that only their roundings differ."""
+    ranks = run(2, _masters, tp=1)
+    for theirs, ours in ranks:
+        assert gap(theirs["losses"], ours["losses"]) <= 2e-3
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=2e-3)
+    for name, value in ranks[0][1]["weights"].items():
+        assert torch.equal(value, ranks[1][1]["weights"][name]), name
+
+
+# ---- what is held, and what is refused
+
+
+def _rows() -> dict:
+    session = Run(replace(CASES["clipped"], dtype=torch.bfloat16).with_forge(recipe="fp32-master"))
+    forge = session.optimizer.chained_optimizers[0].forge
+    found = {}
+    for p, name in forge.names.items():
+        held = {key: tuple(value.shape) for key, value in forge.state[p].items() if value.dim()}
+        found[name] = tuple(p.shape), held, sum(v.nbytes for v in forge.state[p].values() if v.dim())
+    return {"states": found, "coverage": str(forge.coverage)}
+
+
+def test_a_rank_holds_its_share_of_the_states():
+    for rank in run(2, _rows, tp=1):
+        for name, (shape, held, nbytes) in rank["states"].items():
+            half = (shape[0] // 2, *shape[1:])
+            assert held == {"exp_avg": half, "exp_avg_sq": half, "master": half}, name
+            assert nbytes == 3 * 4 * shape[0] * shape[1] // 2
+            (line,) = (line for line in rank["coverage"].splitlines() if line.startswith(name))
+            assert f"{nbytes:,}" in line.split()
+
+
+def _refused() -> dict[str, str]:
+    asked = {
+        "muon": {"rule": "muon"},
+        "int8": {"recipe": "int8"},
+        "sr-store": {"recipe": "sr-store"},
+    }
+    errors = {}
+    for name, options in asked.items():
+        try:
+            Run(replace(BASE, dtype=torch.bfloat16).with_forge(**options))
+        except NotImplementedError as error:
+            errors[name] = str(error)
+    session = Run(BASE.with_forge())
+    for name, call in (
+        ("torch", session.optimizer.state_dict),
+        ("legacy", lambda: session.optimizer.save_parameter_state("x")),
+    ):
+        try:
+            call()
+        except NotImplementedError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def test_refused_by_name():
+    for errors in run(2, _refused, tp=1):
+        assert set(errors) == {"muon", "int8", "sr-store", "torch", "legacy"}
+        assert all(name in errors[name] for name in ("muon", "int8", "sr-store"))
+        assert all("distributed" in error for error in errors.values())
+        assert "torch_dist" in errors["torch"]
+
+
+# ---- skipping
+
+
+def _skipped() -> tuple[dict, dict, bool]:
+    """A gradient that is not finite, on the second rank alone."""
+    session = Run(replace(CASES["clipped"], clip=1.0).with_forge())
+    session.train(1)
+    before = _held(session)
+    session.backward()
+    if dist.get_rank() == 1:
+        poison(session, float("nan"))
+    stepped, _ = session.step()
+    return before, _held(session), stepped
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
+    for before, after, stepped in run(2, _skipped, tp=1):
+        assert not stepped
+        _expect_same(before, after)
+
+
+def _overflow() -> tuple[dict, dict, list, list]:
+    """fp16's dynamic loss scale with an infinite owned gradient on the second rank alone."""
+    case = replace(CASES["clipped"], dtype=torch.float16, optimizer=SHARDED | {"initial_loss_scale": 256.0})
+    session = Run(replace(case, optimizer=case.optimizer | {"hysteresis": 1}).with_forge(recipe="fp32-master"))
+    session.train(1)
+    before, scales = _held(session), [float(session.optimizer.get_loss_scale())]
+    session.backward()
+    if dist.get_rank() == 1:
+        poison(session, float("inf"))
+    stepped, _ = session.step()
+    scales.append(float(session.optimizer.get_loss_scale()))
+    after = _held(session)
+    return before, after, scales, [stepped, session.train(1)["norms"][0]]
+
+
+def test_an_overflow_on_one_rank_lowers_the_loss_scale_on_all():
+    for before, after, scales, (stepped, norm) in run(2, _overflow, tp=1):
+        assert not stepped
+        assert scales == [256.0, 128.0]
+        _expect_same(before, after)
+        assert 0 < norm < float("inf")
+
+
+# ---- checkpoints
+
+
+# Three columns behind a gate: rows of one state lie in two tensors of a checkpoint, and of four ranks one has none.
+GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "ffn_hidden_size": 3}
+PLAIN = replace(BASE, own_batches=False, clip=0.05, model=GATED, layers=1)
+MIXED = replace(PLAIN, dtype=torch.bfloat16)
+WHOLE = {"optimizer": {}, "ddp": {}}
+WRITERS = {
+    "fp32": PLAIN.with_forge(),
+    "masters": MIXED.with_forge(recipe="fp32-master"),
+    "bf16 states": MIXED.with_forge(),
+    "unsharded": replace(PLAIN, **WHOLE).with_forge(),
+    "without forge": replace(PLAIN, **WHOLE),
+}
+READERS = {
+    "fp32": ("fp32", "unsharded", "without forge"),
+    "masters": ("masters",),
+    "bf16 states": ("bf16 states",),
+    "unsharded": ("fp32",),
+    "without forge": ("fp32",),
+}
+
+
+def _held(session: Run) -> dict[str, torch.Tensor]:
+    """Weights, this rank's rows of owned states, and Megatron's own states put together from all ranks."""
+    found = {f"weight {name}": value for name, value in session.weights().items()}
+    optimizer = session.optimizer.chained_optimizers[0]
+    if session.case.forge is None:
+        return found
+    for name, state in owned_state(session).items():
+        found |= {f"owned {name} {key}": value for key, value in state.items()}
+    dense = optimizer.dense_held()
+    for p in dense.parameters:
+        state = {"param": dense.copy(p), **dense.state(p)}
+        found |= {f"dense {optimizer.layout.names[p]} {key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def _write(folder: str) -> dict:
+    found = {}
+    for name, case in WRITERS.items():
+        session = Run(case)
+        session.train(2)
+        save(session, f"{folder}/{name}")
+        found[name] = {"held": _held(session), "next": session.train(1)["weights"]}
+        for reader in READERS[name]:
+            found[name, reader] = _read(name, reader, folder)
+    return found
+
+
+def _read(name: str, reader: str, folder: str) -> dict:
+    session = Run(WRITERS[reader])
+    load(session, f"{folder}/{name}")
+    return {"held": _held(session), "next": session.train(1)["weights"]}
+
+
+def _read_all(folder: str) -> dict:
+    return {name: _read(name, name, folder) for name in ("fp32", "masters", "bf16 states")}
+
+
+def _expect_same(before: dict, after: dict) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+def _expect_close(one: dict, other: dict) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=5e-5)
+
+
+def _joined(ranks: list[dict]) -> dict[str, torch.Tensor]:
+    """Owned states from the rows of all ranks; what every rank has, once."""
+    sharded = {n for n, v in ranks[0].items() if n.startswith("owned") and v.dim()}
+    return {n: torch.cat([rank[n] for rank in ranks]) if n in sharded else v for n, v in ranks[0].items()}
+
+
+def test_checkpoints(tmp_path):
+    for name in WRITERS:
+        (tmp_path / name).mkdir()
+    two = run(2, _write, str(tmp_path), tp=1)
+    for rank in two:
+        for name in ("fp32", "masters", "bf16 states"):
+            _expect_same(rank[name]["held"], rank[name, name]["held"])
+            _expect_same(rank[name]["next"], rank[name, name]["next"])
+            # The batches have ids of the first half of the vocabulary, whose rows are the first rank's.
+            moments = {n: v for n, v in rank[name]["held"].items() if "exp_avg" in n and "word_embeddings" not in n}
+            assert all(value.abs().max() > 0 for value in moments.values())
+        for pair in (
+            ("fp32", "unsharded"),
+            ("fp32", "without forge"),
+            ("unsharded", "fp32"),
+            ("without forge", "fp32"),
+        ):
+            _expect_close(rank[pair[0]]["next"], rank[pair]["next"])
+    whole = _joined([rank["fp32"]["held"] for rank in two])
+    for rank in two:
+        _expect_same(whole, rank["fp32", "unsharded"]["held"])
+    _expect_same(two[0]["unsharded"]["held"], _joined([rank["unsharded", "fp32"]["held"] for rank in two]))
+    for world in (1, 4):
+        found = run(world, _read_all, str(tmp_path), tp=1)
+        for name in ("fp32", "masters", "bf16 states"):
+            written = _joined([rank[name]["held"] for rank in two])
+            _expect_same(written, _joined([rank[name]["held"] for rank in found]))
+        _expect_close(two[0]["fp32"]["next"], found[-1]["fp32"]["next"])
