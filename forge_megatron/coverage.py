@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
-from forge_megatron.linear import OwnedWeight
+from forge_megatron.linear import OwnedWeight, has_gradient_hook
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,16 @@ def cover(
     """
     rows = []
     for p, name in labels.items():
-        fused = p in owned and not owned[p].bypassed
+        hooked = p in owned and has_gradient_hook(p)
+        fused = p in owned and not owned[p].bypassed and not hooked
         if not p.requires_grad:
             how = "frozen"
         elif fused:
             how = _HOW[owned[p].slot.rule.regime] if owned[p].slot is not None else "fused"
             if isinstance(p, Fp8Weight):
                 how += f", weight as e4m3 codes of {p.nbytes:,} bytes"
+        elif hooked:
+            how = "a gradient hook is registered: stepped from .grad"
         elif p in owned:
             how = "read without calling its module: stepped from .grad"
         else:

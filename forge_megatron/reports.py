@@ -102,6 +102,12 @@ class Reports(torch.optim.Optimizer):
         self._skips.settle(wait=True)
         return self._skips.count
 
+    @property
+    def skip_counts(self) -> dict[str, int]:
+        """Of :attr:`skipped_steps`, for each trainable parameter those in which its own gradient was not finite."""
+        self._skips.settle(wait=True)
+        return {name: self._skips.by_name[name] for p, name in self._parameters.labels.items() if p.requires_grad}
+
     def on_skip(self, callback: Callable[[Skip], None]) -> RemovableHandle:
         """Calls ``callback`` with a ``coordinator.Skip`` for each step that ``skipped_steps`` counts.
 

@@ -18,6 +18,7 @@ from forge_megatron.coordinator import (
     global_norm,
     loss_scale,
 )
+from forge_megatron.coordinator.decision import expect_scale
 from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.linear import Ledger
 from forge_megatron.ranks import AcrossRanks
@@ -73,8 +74,10 @@ class Stepping(AcrossRanks):
             What the closure returned, or None.
 
         Raises:
+            ValueError: a multiplier that is no finite number; nothing has changed then.
             RuntimeError: the last backward failed; a factor was overwritten; an update would be wrong.
         """
+        expect_scale(gradient_multiplier)
         self._calls += 1
         scaling = self._loss_scale(grad_scaler, closure)
         if self._capturing and (closure is not None or scaling is not None):

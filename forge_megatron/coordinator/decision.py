@@ -7,8 +7,10 @@ step launches the same kernels and no branch is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -30,6 +32,24 @@ class Decision:
     norm: Tensor | None = None
     scale: Tensor | None = None
     skipped: Tensor | None = None
+
+
+def expect_scale(multiplier: float | Tensor | None) -> None:
+    """Raises for a ``gradient_multiplier`` without a meaning; the value of a tensor is not read.
+
+    Raises:
+        ValueError: it is no finite number, and no tensor of one number.
+    """
+    if multiplier is None:
+        return
+    if isinstance(multiplier, Tensor):
+        fits = multiplier.dim() == 0 and not (multiplier.is_complex() or multiplier.dtype is torch.bool)
+        given = f"a {multiplier.dtype} tensor of shape {list(multiplier.shape)}"
+    else:
+        fits = isinstance(multiplier, Real) and not isinstance(multiplier, bool) and math.isfinite(multiplier)
+        given = repr(multiplier)
+    if not fits:
+        raise ValueError(f"gradient_multiplier={given}; give a finite number, or a tensor of 0 dimensions")
 
 
 def global_norm(norms_sq: Tensor, reduce: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:

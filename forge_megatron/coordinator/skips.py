@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,12 +54,14 @@ class Skips:
 
     Attributes:
         count: steps whose gradient was not finite, as far as they have been read.
+        by_name: of them, those in which this parameter's was not, on this rank.
         callbacks: called with each :class:`Skip`.
         held: a step that is being captured is observed by whoever replays it.
     """
 
     def __init__(self):
         self.count = 0
+        self.by_name: Counter[str] = Counter()
         self.held = False
         self.callbacks: OrderedDict[int, Callable[[Skip], None]] = OrderedDict()
         self._steps = 0
@@ -116,6 +118,7 @@ class Skips:
                 count.sub_(1)
         self.count += 1
         names = tuple(name for name, is_bad in zip(unread.names, bad[:-1].tolist(), strict=True) if is_bad)
+        self.by_name.update(names)
         skip = Skip(unread.step, unread.whole, names)
         _logger.warning("%s", skip)
         for callback in list(self.callbacks.values()):

@@ -5,7 +5,7 @@ from forge_megatron.linear.function import is_callers, owned_linear
 from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.ledger import Ledger
 from forge_megatron.linear.modules import ForgeLinear
-from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, open_use, owner_of
+from forge_megatron.linear.owned import OwnedWeight, Use, accumulates, has_gradient_hook, open_use, owner_of
 from forge_megatron.linear.sink import FusedStep, Sink
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Sink",
     "Use",
     "accumulates",
+    "has_gradient_hook",
     "is_callers",
     "open_use",
     "owned_linear",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forge_megatron.linear.owned import OwnedWeight, owner_of
+from forge_megatron.linear.owned import OwnedWeight, has_gradient_hook, owner_of
 
 # Weak on both sides: neither a module nor an optimizer lives on because it was attached.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwnedWeight]] = weakref.WeakKeyDictionary()
@@ -28,7 +28,7 @@ class Attached:
     plain: ClassVar[type[nn.Module]]
 
     def owner_in_forward(self) -> OwnedWeight | None:
-        """The weight's owner, or None where the plain forward is right.
+        """The weight's owner, or None where the plain forward is right: also while a gradient hook is registered.
 
         Raises:
             RuntimeError: the weight was replaced after attach; nobody would step the new one.
@@ -41,7 +41,7 @@ class Attached:
                 _expect_not_replaced(self)
         elif DistributedDataParallel._active_ddp_module is not None and owned.ledger is not None:
             owned.ledger.enter_wrapper(DistributedDataParallel._active_ddp_module)
-        return owned
+        return None if has_gradient_hook(weight) else owned
 
     def __reduce_ex__(self, protocol):
         return object.__new__, (type(self).plain,), self.__dict__.copy()

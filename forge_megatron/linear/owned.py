@@ -37,6 +37,11 @@ def owner_of(weight: Tensor) -> OwnedWeight | None:
     return owned if owned is not None and owned.weight is weight else None
 
 
+def has_gradient_hook(weight: Tensor) -> bool:
+    """Somebody wants to see or change the gradient of ``weight``, which must then be formed."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
 def in_backward() -> bool:
     """True inside a running backward: there, a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -231,10 +236,11 @@ class OwnedWeight:
             raise RuntimeError(
                 f"{self.name}: was {self._layout} at attach and is {now}; move and cast the model first, then attach"
             )
-        if self.weight._backward_hooks or getattr(self.weight, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hook(self.weight):
             raise RuntimeError(
-                f"{self.name}: a gradient hook is registered on an owned weight, whose gradient is never "
-                "formed; remove the hook, or register it before attach (the weight is then not fused)"
+                f"{self.name}: a gradient hook was registered between forward and backward, which keeps no gradient "
+                "that it could see; register it before the forward (of Megatron's linears: before the model is "
+                "prepared), which then forms this weight's gradient"
             )
 
     def mark_updated(self) -> None:

@@ -14,6 +14,7 @@ from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
 from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.modules import ForgeLinear
+from forge_megatron.linear.owned import has_gradient_hook
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +55,7 @@ def reason_not_owned(module: nn.Module) -> str | None:
         return f"the weight is a {type(weight).__name__}"
     if weight.dtype not in FUSABLE_DTYPES:
         return f"dtype {weight.dtype}"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hook(weight):
         return "a gradient hook is registered on the weight"
     return None
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.rerun_state_machine import RerunMode
 from torch import nn
@@ -173,14 +172,15 @@ def _facts(
     num_microbatches: int | None = None,
     rerun_mode: RerunMode = RerunMode.DISABLED,
 ) -> Facts:
+    calculator = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    constant = num_microbatches_calculator.ConstantNumMicroBatchesCalculator
     if num_microbatches is None:
-        try:
-            num_microbatches = get_num_microbatches()
-        except AttributeError:  # the calculator was not initialised: a loop of its own
-            num_microbatches = 1
+        # None: a loop of its own.
+        num_microbatches = 1 if calculator is None else calculator.get()
     return Facts(
         configs=(unwrap(model_chunks[0]).config, *configs),
         num_microbatches=num_microbatches,
+        microbatches_change=None if isinstance(calculator, constant | None) else type(calculator).__name__,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         rerun_mode=RerunMode(rerun_mode).value,
     )

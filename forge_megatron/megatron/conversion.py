@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import nn
 
+from forge_megatron.linear import has_gradient_hook
 from forge_megatron.linear.ownership import FUSABLE_DTYPES
 from forge_megatron.megatron.layers import (
     ForgeColumnParallelLinear,
@@ -99,7 +100,7 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
         return "tied over pipeline stages: Megatron sums its two gradients"
     if weight.dtype not in FUSABLE_DTYPES:
         return f"dtype {weight.dtype}"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hook(weight):
         return "a gradient hook is registered on the weight"
     return None
 

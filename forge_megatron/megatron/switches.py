@@ -23,12 +23,14 @@ class Facts:
         configs: Megatron's config objects that hold the switches (TransformerConfig, OptimizerConfig,
             DistributedDataParallelConfig), in the order of look-up.
         num_microbatches: backward passes between two optimizer steps.
+        microbatches_change: Megatron's schedule of them if there is one (``--rampup-batch-size``), by its class.
         data_parallel_size: ranks that hold the same shard of a dense weight, context ranks not counted.
         rerun_mode: ``RerunStateMachine``'s mode, ``"disabled"`` where there is none.
     """
 
     configs: tuple[object, ...]
     num_microbatches: int = 1
+    microbatches_change: str | None = None
     data_parallel_size: int = 1
     rerun_mode: str = "disabled"
 
@@ -101,6 +103,11 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "num_microbatches", WAITS, "the factors of all micro-batches are one longer token axis",
         _TRAINS, lambda facts: facts.num_microbatches if facts.num_microbatches > 1 else None,
+    ),
+    Switch(
+        "rampup_batch_size", WAITS, "or a schedule by steps: a window of each length is summed whole",
+        "tests/distributed/test_megatron_training.py::test_a_batch_that_ramps_up",
+        lambda facts: facts.microbatches_change,
     ),
     Switch(
         "calculate_per_token_loss", WAITS, "1 / tokens is known after the last backward and applied at step()",

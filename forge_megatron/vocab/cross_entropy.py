@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_megatron.kernels import without_autocast
-from forge_megatron.linear import Attached, Use, is_callers, open_use
+from forge_megatron.linear import Attached, Use, has_gradient_hook, is_callers, open_use
 from forge_megatron.vocab.logits import Head, LogitGradient, Loss
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -112,7 +112,7 @@ def linear_cross_entropy(
     # The caller may write the next batch to its targets; an ignored one is outside the vocabulary.
     tokens = tokens.masked_fill(tokens == ignore_index, -1)
     x = hidden.reshape(tokens.shape[0], weight.shape[1]).to(dtype).contiguous()
-    use = open_use(weight)
+    use = None if has_gradient_hook(weight) else open_use(weight)
     losses = _TokenLosses.apply(x, weight if use is None else use.ticket, bias, weight.detach(), tokens, loss, use)
     if use is not None:
         use.bind(losses.grad_fn)

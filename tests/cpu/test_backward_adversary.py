@@ -273,17 +273,6 @@ def test_a_function_of_the_users_own_around_a_layer(backend):
     pair.expect_equal()
 
 
-def test_a_multi_grad_hook_on_an_owned_weight_is_refused():
-    model = mlp(6, 8, 4)
-    optimizer = forge.attach(model, lr=1e-2)
-    weights = [model[0].weight, model[2].weight]
-    handle = torch.autograd.graph.register_multi_grad_hook(weights, lambda grads: None)
-    with pytest.raises(RuntimeError, match=r"^0\.weight: a gradient hook"):
-        model(batch(5, 6)).square().mean().backward()
-    handle.remove()
-    assert optimizer.state[model[0].weight]["step"] == 0
-
-
 @backends
 @pytest.mark.parametrize("write", ["vector_to_parameters", "data", "load_state_dict"])
 def test_weights_written_past_autograd_before_the_first_step(backend, write):

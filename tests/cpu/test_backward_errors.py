@@ -183,14 +183,51 @@ def test_a_failure_before_the_first_linear_changes_nothing():
 
 
 @backends
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_hook_on_an_owned_weight(backend, register):
+@pytest.mark.parametrize("options", [{}, {"clip": 0.05, "accumulation_steps": 2}], ids=["immediate", "waiting"])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook", "multi"])
+def test_a_gradient_hook_on_an_owned_weight_is_honoured(backend, register, options):
+    """While it is registered the gradient is formed, seen and, by ``register_hook``, changed; then fused again."""
+    pair = Pair(mlp(6, 8, 4), backend=backend, **options)
+    weight, x = pair.model[0].weight, batch(5, 6)
+    micro_batches = options.get("accumulation_steps", 1)
+
+    def hook(model, seen):
+        weight = model[0].weight
+        if register == "register_hook":
+            return weight.register_hook(lambda grad: (seen.append(grad.clone()), grad * 2)[1])
+        if register == "multi":
+            weights = [weight, model[2].weight]
+            return torch.autograd.graph.register_multi_grad_hook(weights, lambda grads: seen.append(grads[0].clone()))
+        return weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    seen = [], []
+    for window in range(3):
+        for micro in range(micro_batches):
+            # In the second window, of an accumulated one in its second micro-batch.
+            if window == 1 and micro == micro_batches - 1:
+                handles = [hook(model, saw) for (model, _), saw in zip(pair.sides(), seen, strict=True)]
+                how = {row.name: row.how for row in pair.optimizer.coverage}
+                assert how["0.weight"] == "a gradient hook is registered: stepped from .grad"
+            pair.backward(mean_square(x * (1 + micro)))
+        assert (weight.grad is not None) == (window == 1)
+        pair.close()
+        if window == 1:
+            for handle in handles:
+                handle.remove()
+    assert len(seen[0]) == 1
+    if register != "register_post_accumulate_grad_hook" or micro_batches == 1:
+        torch.testing.assert_close(seen[0][0], seen[1][0], rtol=1e-5, atol=1e-8)
+    pair.expect_equal()
+
+
+@backends
+def test_a_gradient_hook_between_forward_and_backward_is_refused(backend):
     model = mlp(6, 8, 4)
     optimizer = forge.attach(model, lr=1e-2, backend=backend)
-    handle = getattr(model[0].weight, register)(lambda *_: None)
-    before = snapshot(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"^0\.weight: a gradient hook"):
-        model(batch(5, 6)).square().mean().backward()
+    before, loss = snapshot(model, optimizer), model(batch(5, 6)).square().mean()
+    handle = model[0].weight.register_hook(lambda grad: None)
+    with pytest.raises(RuntimeError, match=r"^0\.weight: a gradient hook was registered between"):
+        loss.backward()
     expect_bit_equal(before, snapshot(model, optimizer))
     handle.remove()
     optimizer.zero_grad()
@@ -198,15 +235,20 @@ def test_a_gradient_hook_on_an_owned_weight(backend, register):
     optimizer.step()
 
 
-def test_a_hook_on_the_gradients_of_several_weights():
-    model = mlp(6, 8, 4)
-    optimizer = forge.attach(model, lr=1e-2)
-    handle = torch.autograd.graph.register_multi_grad_hook([model[2].weight, model[2].bias], lambda grads: None)
-    before = snapshot(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"^2\.weight: a gradient hook"):
-        model(batch(5, 6)).square().mean().backward()
-    expect_bit_equal(before, snapshot(model, optimizer))
-    handle.remove()
+def test_a_gradient_hook_on_an_owned_embedding_and_a_head_with_its_loss_is_honoured():
+    torch.manual_seed(0)
+    model, twin = (nn.ModuleList([nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)]) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    pair = Pair(model, twin=twin)
+    ids = torch.tensor([1, 4, 4, 9])
+    seen = []
+    for weight in (model[0].weight, model[1].weight):
+        weight.register_hook(lambda grad: seen.append(grad.shape))
+    forge.vocab.linear_cross_entropy(model[0](ids), model[1], ids.roll(1)).backward()
+    nn.functional.cross_entropy(twin[1](twin[0](ids)), ids.roll(1)).backward()
+    pair.close()
+    assert seen == [(11, 6), (11, 6)]
+    pair.expect_equal()
 
 
 def test_a_gradient_hook_from_before_attach_fires():

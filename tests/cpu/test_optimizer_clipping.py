@@ -189,6 +189,20 @@ def test_a_gradient_multiplier_without_clipping(backend):
     pair.expect_equal()
 
 
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, "0.5", True, [0.5], torch.tensor([0.5]), torch.tensor(True)]
+)
+def test_a_gradient_multiplier_without_a_meaning_is_refused(value):
+    pair = Pair(mlp(6, 8, 4), clip=0.1, skip="atomic")
+    pair.backward(mean_square(batch(5, 6)))
+    before = snapshot(pair.model, pair.optimizer)
+    with pytest.raises(ValueError, match=r"gradient_multiplier=.* give a finite number, or a tensor of 0 dimensions"):
+        pair.optimizer.step(gradient_multiplier=value)
+    expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
+    pair.close()
+    pair.expect_equal()
+
+
 def test_a_gradient_multiplier_is_refused_where_weights_are_updated_in_backward():
     model = mlp(6, 8, 4)
     optimizer = forge.attach(model, lr=1e-2)

@@ -195,6 +195,10 @@ def test_a_skip_is_logged_and_a_callback_can_be_removed(caplog):  # field log ro
         optimizer.zero_grad()
         handle.remove()
     assert [skip.step for skip in seen] == [1]
+    poisoned(model, batch(5, 6), 0, math.inf).backward()
+    optimizer.step()
+    assert optimizer.skip_counts == {"0.weight": 3, "0.bias": 3, "2.weight": 2, "2.bias": 2}
+    caplog.records.pop()
     assert [record.getMessage() for record in caplog.records] == [
         f"step {step}: the gradient of 0.weight, 0.bias, 2.weight and 1 more is not finite; nothing was changed"
         for step in (1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -217,3 +218,41 @@ def test_sequential_experts_are_stepped_in_backward(results):
             for half in (1, 2)
         }
         assert owned == attention | experts | {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+@workers
+def _ramp() -> tuple:
+    """Without clipping, so that nothing but the schedule tells that later windows have several micro-batches."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    init = calculator.init_num_microbatches_calculator
+    # megatron-core 0.19's schedule is by steps, 0.16's by --rampup-batch-size.
+    by_steps = "step_batch_size_schedule" in inspect.signature(init).parameters
+    ramp = {"step_batch_size_schedule": "0:1 2:2 4:3"} if by_steps else {"rampup_batch_size": [1, 1, 4]}
+    sizes = {"global_batch_size": 3, "micro_batch_size": 1, "data_parallel_size": 1}
+
+    def curve(case: Case) -> tuple:
+        init(**{"rank": 1, "rampup_batch_size": None, **sizes, **ramp})
+        try:
+            session, seen, consumed, losses = Run(case), 0, [], []
+            for _ in range(5):
+                calculator.update_num_microbatches(seen, consistency_check=False)
+                session.case = replace(case, micro_batches=calculator.get_num_microbatches())
+                consumed.append(session.case.micro_batches)
+                losses.append(session.backward())
+                session.step()
+                seen += session.case.micro_batches
+        finally:
+            calculator.unset_num_microbatches_calculator()
+        return consumed, losses, session.weights()
+
+    case = Case(clip=0.0)
+    return curve(case), curve(case.with_forge())
+
+
+def test_a_batch_that_ramps_up(results):
+    for theirs, ours in results["_ramp"]:
+        assert theirs[0] == ours[0] == [1, 1, 2, 3, 3]
+        assert gap(theirs[1], ours[1]) <= LOSS
+        for weight, value in theirs[2].items():
+            torch.testing.assert_close(ours[2][weight], value, rtol=0, atol=5e-5)
