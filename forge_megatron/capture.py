@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from forge_megatron import kernels
+from forge_megatron.linear.counts import raise_counts
 from forge_megatron.stepping import Stepping
 
 
@@ -164,9 +165,8 @@ class Capturing(Stepping):
         """
         counts = [self.state[p]["step"] for p in recording.stepped]
         if not counted:
-            for p, count in zip(recording.stepped, counts, strict=True):
-                count.add_(1)
-                torch.autograd.graph.increment_version(p)
+            raise_counts(counts)
+            torch.autograd.graph.increment_version(recording.stepped)
             self._parameters.advance_running()
         norms_sq, scale = recording.measured
         self._measured = norms_sq.clone(), None if scale is None else scale.clone()

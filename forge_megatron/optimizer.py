@@ -299,9 +299,9 @@ class ForgeOptimizer(Capturing):
         self._had_gradient.clear()
         self._zeroed.clear()
         self._limit = self._measured_after = None
+        restored = [book.roll_back(accept=accept) for book in self._books]
         self._parameters.advance_running()
         self._parameters.reopen_window()
-        restored = [book.roll_back(accept=accept) for book in self._books]
         return all(restored)
 
     # ---- switching off

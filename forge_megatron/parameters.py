@@ -12,6 +12,7 @@ from torch import Tensor
 from forge_megatron.formats import FORMAT_KEYS, scale_name
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import LateNorms, Slot, local, settle
+from forge_megatron.linear.counts import read_counts
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.replaced import replacements
 from forge_megatron.rules import Rule
@@ -217,15 +218,17 @@ class Parameters:
         self._written = self.hyperparameters()
         self._after.clear()
         rows: dict[tuple, tuple[float, ...]] = {}
-        steps: dict[Tensor, int] = {}
+        counts = read_counts([self._state[p]["step"] for p in self.slots])
+        steps = dict.fromkeys(self.all, 1) | {p: count + 1 for p, count in zip(self.slots, counts, strict=True)}
         for params, scalars, _ in self._tables.values():
             table: list[float] = []
             for p in params:
                 index = self._group_of[p]
                 rule, group = self._rules[index], self._groups[index]
-                state = self._state[p] if p in self.slots else {"step": 0, **rule.running}
-                step = steps[p] = int(state["step"]) + 1
-                running = tuple(float(state[name]) for name in rule.running) if rule.running else ()
+                step, running = steps[p], ()
+                if rule.running:
+                    state = self._state[p] if p in self.slots else rule.running
+                    running = tuple(float(state[name]) for name in rule.running)
                 key = index, step, *running
                 if key not in rows:
                     rows[key] = rule.scalars(group, step, *running)

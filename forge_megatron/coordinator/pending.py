@@ -13,6 +13,7 @@ from forge_megatron.coordinator.decision import Decision
 from forge_megatron.coordinator.gradients import dense, summed_before
 from forge_megatron.kernels import local
 from forge_megatron.linear import OwnedWeight
+from forge_megatron.linear.counts import raise_counts
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Pending:
                 multiplier=_on(common, device),
                 backend=self.backend,
             )
-            for slot in slots:
-                torch.autograd.graph.increment_version(slot.weight)
-                counts.append(states[slot.weight]["step"].add_(1))
+            torch.autograd.graph.increment_version([slot.weight for slot in slots])
+            counts += (stepped := [states[slot.weight]["step"] for slot in slots])
+            raise_counts(stepped)
         for indices in kernels.stacks([owned.slot for owned in self.waiting]):
             stack = [self.waiting[index] for index in indices]
             kernels.wgrad_steps(
@@ -87,7 +88,8 @@ class Pending:
             for owned in stack:
                 owned.mark_updated()
                 owned.factors.clear()
-                counts.append(states[owned.weight]["step"].add_(1))
+            counts += (stepped := [states[owned.weight]["step"] for owned in stack])
+            raise_counts(stepped)
         return counts
 
     def _of(self, weight: Tensor, multiplier: Tensor | None) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from forge_megatron.coordinator.decision import Decision
 from forge_megatron.coordinator.partial import PartialSums
 from forge_megatron.coordinator.pending import Pending, skips_on_device
+from forge_megatron.linear.counts import raise_counts
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,5 @@ class PendingSums:
         if decision.skipped is not None and not skips_on_device(schedule.agreed()) and bool(decision.skipped):
             return []
         counts = [states[p]["step"] for p in schedule.step_all(decision.multiplier)]
-        for count in counts:
-            count.add_(1)
+        raise_counts(counts)
         return counts + self.reduced.apply(decision, states)

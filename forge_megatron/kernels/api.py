@@ -17,13 +17,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..formats.weight import Fp8Weight
 from . import fused, grouped, regimes, staged
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, slot_of
 from .entrance import entrance
 from .lookups import is_lookup
 from .shard import local, local_slot
-from .slot import Segment, Slot, check_accumulator, check_multiplier, check_segments, check_slot, layout, of_codes
+from .slot import (
+    Segment,
+    Slot,
+    check_accumulator,
+    check_multiplier,
+    check_segments,
+    check_slot,
+    layout,
+    of_codes,
+    place,
+)
 from .updates import measured
 
 
@@ -50,6 +61,13 @@ def wgrad_step(
     Raises:
         TypeError, ValueError: operands that do not fit, named; nothing has changed then.
     """
+    key = None
+    if accumulator is None and multiplier is None:
+        key = _signature(slot, segments, backend)
+        known = slot.memo.get("last launch")
+        if known is not None and known[0] == key:
+            known[1](slot, segments, None, None)
+            return
     slot = of_codes(slot)
     check_slot(slot)
     check_multiplier(slot.name, multiplier, slot.weight.device)
@@ -62,6 +80,8 @@ def wgrad_step(
             _step_blocks(slot, segments, accumulator, multiplier, backend)
         return
     launch = _checked_launch(slot, segments, accumulator, multiplier, backend)
+    if key is not None:
+        slot.memo["last launch"] = key, launch
     with measured((slot,)):
         launch(slot, segments, accumulator, multiplier)
 
@@ -253,6 +273,16 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
 
 #: Layouts of operands that a slot remembers: batches may have a new number of tokens each.
 REMEMBERED = 64
+
+
+def _signature(slot: Slot, segments: Sequence[Segment], backend: str) -> tuple | None:
+    """All that the checks of one dense pair of factors read; None: they read more, or are to be made anew."""
+    if len(segments) != 1 or slot.update_norm_sq is not None or type(slot.weight) is Fp8Weight:
+        return None
+    ((dy, x),) = segments
+    if type(dy) is not Tensor:
+        return None
+    return *place(slot.weight), backend, slot.rule, slot.norm_sq is None, layout(dy), layout(x)
 
 
 def _checked_launch(

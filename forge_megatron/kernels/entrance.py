@@ -21,7 +21,7 @@ def entrance(kernel):
 
     @functools.wraps(kernel)
     def entered(*args, **kwargs):
-        if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        if not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
             # As inside a backward: entering and leaving contexts takes as long as everything else here.
             return kernel(*args, **kwargs)
         with torch.no_grad(), without_autocast("cpu"), without_autocast("cuda"):

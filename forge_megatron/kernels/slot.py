@@ -134,8 +134,8 @@ def check_slot(slot: Slot) -> None:
     Once checked, only the weight is looked at again: a user may move it, the others are the optimizer's.
     """
     weight = slot.weight
-    place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
-    if slot.memo.get("place") == place:
+    now = place(weight)
+    if slot.memo.get("place") == now:
         return
     slot.memo.clear()
     if len(slot.states) != len(slot.rule.states):
@@ -157,7 +157,12 @@ def check_slot(slot: Slot) -> None:
     if slot.noise is not None:
         _check_noise(slot)
     _check_codes(slot)
-    slot.memo["place"] = place
+    slot.memo["place"] = now
+
+
+def place(weight: Tensor) -> tuple:
+    """Where a weight lies, and how: it changes if a user moves the weight."""
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
 
 
 def layout(tensor: Tensor) -> tuple:

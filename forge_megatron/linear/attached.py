@@ -34,7 +34,10 @@ class Attached:
             RuntimeError: the weight was replaced after attach; nobody would step the new one.
             NotImplementedError: inside DistributedDataParallel, and gradients are not summed over ranks.
         """
-        weight = self.weight
+        # nn.Module's own look-up takes longer, and a parametrized weight is not there.
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         owned = owner_of(weight)
         if owned is None:
             if torch.is_grad_enabled() and weight.requires_grad:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge_megatron.kernels import without_autocast
-from forge_megatron.linear.owned import Use, open_use
+from forge_megatron.linear.owned import OwnedWeight, Use
 
 
 class OwnedLinearFunction(torch.autograd.Function):
@@ -25,19 +25,23 @@ class OwnedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        use: Use = ctx.use
-        wanted = use.begin()
-        x_wanted, _, bias_wanted, _ = ctx.needs_input_grad
-        dx = None
-        with without_autocast(dy.device.type):
-            if x_wanted:
-                dx = dy @ use.weight_as(dy.dtype)
-            rows = _rows(dy)
-            dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
-            if wanted:
-                (x,) = ctx.saved_tensors
-                use.deliver(rows, _rows(x), borrowed=is_callers(x))
-        return dx, None, dbias, None
+        if torch.is_autocast_enabled(dy.device.type):
+            with without_autocast(dy.device.type):
+                return _backward(ctx, dy)
+        return _backward(ctx, dy)
+
+
+def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    use: Use = ctx.use
+    wanted = use.begin()
+    x_wanted, _, bias_wanted, _ = ctx.needs_input_grad
+    dx = dy @ use.weight_as(dy.dtype) if x_wanted else None
+    rows = _rows(dy)
+    dbias = rows.sum(0) if ctx.has_bias and bias_wanted else None
+    if wanted:
+        (x,) = ctx.saved_tensors
+        use.deliver(rows, _rows(x), borrowed=is_callers(x))
+    return dx, None, dbias, None
 
 
 def is_callers(x: Tensor) -> bool:
@@ -50,8 +54,8 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear(x, weight, bias)`` for an owned weight.
+def owned_linear(x: Tensor, owned: OwnedWeight, bias: Tensor | None) -> Tensor:
+    """``F.linear(x, owned.weight, bias)``.
 
     Under autocast the operands are cast as ``F.linear``'s are, and the gradient stays in fp32 from the
     accumulator to the update. Call it where ``torch.compile`` does not trace: the update is a side effect of backward
@@ -59,13 +63,13 @@ def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: ``[..., I]``, any strides.
-        weight: ``[O, I]``, owned.
+        owned: of ``[O, I]``.
         bias: ``[O]`` or None.
 
     Returns:
         ``[..., O]``.
     """
-    device, dtype = x.device.type, weight.dtype
+    device, dtype = x.device.type, owned.weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         # Autocast leaves float64 and integers alone.
@@ -75,7 +79,7 @@ def owned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise RuntimeError(f"expected the input and the weight to have the same dtype, got {x.dtype} and {dtype}")
     # A BLAS sums a transposed operand in another order: the same numbers give the same bits.
     x = x.contiguous()
-    use = open_use(weight)
+    use = owned.open()
     y = OwnedLinearFunction.apply(x, use.ticket, bias, use)
     use.bind(y.grad_fn)
     return y

@@ -13,6 +13,7 @@ from forge_megatron.kernels import GroupedRows, without_autocast
 from forge_megatron.linear.attached import Attached
 from forge_megatron.linear.function import is_callers
 from forge_megatron.linear.owned import Use, open_use
+from forge_megatron.linear.untraced import untraced
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class ForgeGroupedLinear(Attached, GroupedLinear):
 
     plain = GroupedLinear
 
-    @torch._disable_dynamo
+    @untraced
     def forward(self, input: Tensor, ends: Tensor) -> Tensor:
         if self.owner_in_forward() is None:
             return super().forward(input, ends)

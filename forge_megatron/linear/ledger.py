@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from forge_megatron.linear.counts import raise_counts
 from forge_megatron.linear.factors import keep_apart
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Now, Sink
@@ -109,14 +110,17 @@ class Ledger:
         """
         if closing and in_backward():
             raise RuntimeError("called inside backward, which updates weights itself; call it after backward")
+        if not self._tasks:
+            # Every call of every linear comes here.
+            return
         with lock:
             tasks = {task: it for task, it in self._tasks.items() if closing or it.running() is None}
             for task in tasks:
                 del self._tasks[task]
         failed = {task for task, it in tasks.items() if it.wanted}
         if not failed:
-            # Every call of every linear comes here: the rest is read once a failure.
             return
+        self._count_updates()
         stepped = [owned.name for owned in self.owned if owned.updated]
         folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
         for owned in self.owned:
@@ -222,10 +226,13 @@ class Ledger:
     def wants(self, use: Use) -> bool:
         """Pre-flights the running graph task once; says whether it wants this use's weight gradient."""
         task = torch._C._current_graph_task_id()
-        with lock:
-            if task not in self._tasks:
-                _preflight(task, use)
-            return use.owned in self._tasks[task].wanted
+        known = self._tasks.get(task)
+        if known is None:
+            with lock:
+                if task not in self._tasks:
+                    _preflight(task, use)
+                known = self._tasks[task]
+        return use.owned in known.wanted
 
     def deliver(self, use: Use, dy: Tensor, x: Tensor, borrowed: bool) -> None:
         owned, task = use.owned, use.task
@@ -239,6 +246,8 @@ class Ledger:
                 self.later(owned, owned.factors.segments)
             elif held:
                 self.now.hold(owned)
+        elif not owned.factors.kept:
+            self.now(owned, [(dy, x)])
         else:
             owned.factors.expect_unchanged(owned.name)
             self.now(owned, [*owned.factors.segments, (dy, x)])
@@ -319,7 +328,15 @@ class Ledger:
         if not all(verdict.waits for verdict in verdicts.values()):
             self._client().before_updates()
 
+    def _count_updates(self) -> None:
+        """When a backward has ended: raises the step counts of what it updated, in one call for all."""
+        uncounted = [owned for owned in self.owned if owned.uncounted]
+        raise_counts([owned.step for owned in uncounted])
+        for owned in uncounted:
+            owned.uncounted = False
+
     def finish(self, task: int) -> None:
+        self._count_updates()
         with lock:
             ended = self._tasks.pop(task, None)
         if ended is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_megatron.linear.attached import Attached
 from forge_megatron.linear.function import owned_linear
+from forge_megatron.linear.untraced import untraced
 
 
 class ForgeLinear(Attached, nn.Linear):
@@ -17,8 +17,9 @@ class ForgeLinear(Attached, nn.Linear):
 
     # As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second. Here and not
     # in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
-    @torch._disable_dynamo
+    @untraced
     def forward(self, input: Tensor) -> Tensor:
-        if self.owner_in_forward() is None:
+        owned = self.owner_in_forward()
+        if owned is None:
             return F.linear(input, self.weight, self.bias)
-        return owned_linear(input, self.weight, self.bias)
+        return owned_linear(input, owned, self.bias)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from forge_megatron.linear.factors import Factors
+from forge_megatron.linear.untraced import untraced
 
 if TYPE_CHECKING:
     from forge_megatron.kernels import Slot
@@ -100,6 +101,7 @@ class OwnedWeight:
         factors: the kept ``(dY, X)`` pairs and the accumulator of a weight that waits for ``step()``.
         waits: it waits for ``step()`` in this window.
         updated: it has been stepped in this window.
+        uncounted: it has, and ``step`` does not say so yet; the end of the backward makes it.
         micro_batches: of this window, that its gradient is the sum of so far.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
@@ -135,7 +137,7 @@ class OwnedWeight:
     def clear(self) -> None:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
         self.factors.clear()
-        self.waits = self.updated = False
+        self.waits = self.updated = self.uncounted = False
         self.micro_batches = 0
         self.updated_version: int | None = None
 
@@ -151,7 +153,7 @@ class OwnedWeight:
         return self._ledger()
 
     def open(self) -> Use:
-        ledger = self.ledger
+        ledger = self._ledger()
         if ledger is None or not self.weight.requires_grad:
             return Use(self, None)
         recomputed = in_backward()
@@ -309,7 +311,7 @@ class Use:
                 "forward again after a step, and call step() once after each backward"
             )
 
-    @torch._disable_dynamo
+    @untraced
     def begin(self) -> bool:
         """First thing in a linear's backward, before anything has changed.
 
@@ -332,7 +334,7 @@ class Use:
                 f"{self.owned.name}: create_graph=True through a weight that is updated in backward; "
                 "optimizer.detach() gives ordinary modules for a gradient penalty"
             )
-        ledger = self.owned.ledger
+        ledger = self.owned._ledger()
         if ledger is None:
             raise RuntimeError(
                 f"{self.owned.name}: its optimizer was detached or deleted between forward and backward; run "
@@ -354,4 +356,4 @@ class Use:
             borrowed: ``x`` lies in a buffer that will be reused; a kept factor is then copied.
         """
         self.task = torch._C._current_graph_task_id()
-        self.owned.ledger.deliver(self, dy, x, borrowed)
+        self.owned._ledger().deliver(self, dy, x, borrowed)

@@ -45,7 +45,7 @@ class FusedStep:
         # From here on, an interrupt leaves a weight that may have been stepped.
         owned.updated = True
         kernels.wgrad_step(owned.slot, segments, backend=self.backend)
-        owned.step.add_(1)
+        owned.uncounted = True
         owned.mark_updated()
 
     def accepts(self, owned: OwnedWeight) -> bool:

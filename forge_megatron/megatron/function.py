@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forge_megatron.kernels import without_autocast
 from forge_megatron.linear import Use, open_use
+from forge_megatron.linear.untraced import untraced
 
 
 def _gather_sequence(shard: Tensor, group: dist.ProcessGroup, *, shared: bool, async_op: bool = False):
@@ -91,7 +92,7 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
         return dx, None, dbias, None, None, None, None
 
 
-@torch._disable_dynamo
+@untraced
 def owned_parallel_linear(
     x: Tensor,
     weight: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_megatron.kernels import without_autocast
 from forge_megatron.linear import Attached, Use, has_gradient_hook, is_callers, open_use
+from forge_megatron.linear.untraced import untraced
 from forge_megatron.vocab.logits import Head, LogitGradient, Loss
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ class _TokenLosses(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
 
-@torch._disable_dynamo
+@untraced
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor | nn.Linear,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_megatron.linear import Attached, Use, open_use
 from forge_megatron.linear.ownership import reason_not_owned
+from forge_megatron.linear.untraced import untraced
 
 
 class OwnedEmbeddingFunction(torch.autograd.Function):
@@ -42,7 +43,7 @@ class OwnedEmbeddingFunction(torch.autograd.Function):
         return None, None, None, None, None
 
 
-@torch._disable_dynamo
+@untraced
 def owned_embedding(
     ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, outside: Tensor | None = None
 ) -> Tensor:
