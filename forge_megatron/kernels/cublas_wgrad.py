@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..formats.code import as_bytes
 from .norms import add_up
+from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_epilogue import by_blocks, step_coordinates
-from .triton_language import compiled_codes, compiled_update, load_scalars
+from .triton_language import INTERPRETED, compiled_codes, compiled_update, load_scalars
 from .triton_noise import block_bits, flat_bits
 
 #: Elements that one program steps.
@@ -127,32 +128,59 @@ def gradient(shape: torch.Size, segments: Sequence[Segment]) -> Tensor:
 
 def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
     """Step one weight by a contiguous fp32 gradient, in one launch."""
-    size = slot.weight.numel()
-    programs = triton.cdiv(size, BLOCK)
-    if slot.is_scaled:
-        programs = triton.cdiv(slot.blocks, BLOCK // 64)
-    partials = None
-    if slot.norm_sq is not None:
-        partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
-    dense_step_kernel[(programs,)](
-        grad,
-        as_bytes(slot.weight),
-        slot.weight_scale,
-        tuple(map(as_bytes, slot.states)),
-        tuple(slot.scales),
-        slot.master,
-        slot.scalars,
-        None if slot.noise is None else slot.noise.words,
-        multiplier,
-        partials,
-        size,
-        slot.weight.shape[-1],
-        UPDATE=compiled_update(slot.rule),
-        CODES=compiled_codes(slot),
-        N_SCALARS=slot.rule.n_scalars,
-        GROUPED=slot.noise is not None and slot.noise.is_grouped,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
-    if partials is not None:
-        add_up(slot.norm_sq, partials, slot.late_norms)
+    noise = None if slot.noise is None else (slot.noise.words.data_ptr(), slot.noise.is_grouped)
+    scaled = None if multiplier is None else multiplier.data_ptr() % 16
+    key = "dense", slot.rule, slot.norm_sq is None, noise, scaled, grad.data_ptr() % 16
+    known = slot.memo.get(key)
+    if known is None:
+        known = slot.memo[key] = _DenseStep(slot)
+    known(slot, grad, multiplier)
+
+
+class _DenseStep:
+    """The elementwise step, bound to one weight: gradient and multiplier alone change from call to call."""
+
+    def __init__(self, slot: Slot):
+        programs = triton.cdiv(slot.weight.numel(), BLOCK)
+        if slot.is_scaled:
+            programs = triton.cdiv(slot.blocks, BLOCK // 64)
+        self.grid = (programs, 1, 1)
+        self.partials = None
+        if slot.norm_sq is not None:
+            self.partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
+        self.prepared = None
+
+    def __call__(self, slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
+        if self.prepared is None:
+            self._first(slot, grad, multiplier)
+        else:
+            self.prepared(grad, *(() if multiplier is None else (multiplier,)))
+        if self.partials is not None:
+            add_up(slot.norm_sq, self.partials, slot.late_norms)
+
+    def _first(self, slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
+        arguments = {
+            "gradient": grad,
+            "weight": as_bytes(slot.weight),
+            "weight_scale": slot.weight_scale,
+            "states": tuple(map(as_bytes, slot.states)),
+            "scales": tuple(slot.scales),
+            "master": slot.master,
+            "scalars": slot.scalars,
+            "noise": None if slot.noise is None else slot.noise.words,
+            "multiplier": multiplier,
+            "partials": self.partials,
+            "size": slot.weight.numel(),
+            "columns": slot.weight.shape[-1],
+            "UPDATE": compiled_update(slot.rule),
+            "CODES": compiled_codes(slot),
+            "N_SCALARS": slot.rule.n_scalars,
+            "GROUPED": slot.noise is not None and slot.noise.is_grouped,
+            "BLOCK": BLOCK,
+        }
+        compiled = dense_step_kernel[self.grid](**arguments, num_warps=NUM_WARPS)
+        if INTERPRETED.value:
+            return
+        changing = [name for name in ("gradient", "multiplier") if arguments[name] is not None]
+        names = list(arguments)
+        self.prepared = prepare(compiled, self.grid, list(arguments.values()), list(map(names.index, changing)))

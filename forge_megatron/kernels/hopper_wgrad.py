@@ -122,10 +122,8 @@ class _Launch:
         if self.prepared is None:
             self._first(slot, segments, multiplier)
         else:
-            changing = [_describe(dy, self.config.block_t, 64) for dy, _ in segments]
-            changing += [_describe(x, self.config.block_t, self.config.block_i) for _, x in segments]
-            changing += () if multiplier is None else (multiplier,)
-            self.prepared(*changing)
+            changing = [dy for dy, _ in segments] + [x for _, x in segments]
+            self.prepared(*changing, *(() if multiplier is None else (multiplier,)))
         if self.partials is not None:
             add_up(slot.norm_sq, self.partials, slot.late_norms)
 
@@ -134,9 +132,12 @@ class _Launch:
         compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
         names = hopper_wgrad_step_kernel.arg_names
         constant = [keywords[name] for name in names[len(positional) :]]
-        changing = [*range(len(segments)), *range(MAX_SEGMENTS, MAX_SEGMENTS + len(segments))]
-        changing += [] if multiplier is None else [names.index("multiplier")]
-        self.prepared = prepare(compiled, self.grid, [*positional, *constant], changing)
+        dys, xs = range(len(segments)), range(MAX_SEGMENTS, MAX_SEGMENTS + len(segments))
+        changing = [*dys, *xs] + ([] if multiplier is None else [names.index("multiplier")])
+        describe = dict.fromkeys(dys, functools.partial(_describe, rows=self.config.block_t, columns=64))
+        of_x = functools.partial(_describe, rows=self.config.block_t, columns=self.config.block_i)
+        describe |= dict.fromkeys(xs, of_x)
+        self.prepared = prepare(compiled, self.grid, [*positional, *constant], changing, describe)
 
 
 def arguments(slot: Slot, segments, multiplier, partials, config: Config) -> tuple[tuple, dict]:

@@ -7,7 +7,8 @@ walks the constants. For a weight of a small model that takes longer than its ke
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MappingProxyType
 
 from torch import Tensor
 from triton import knobs
@@ -20,77 +21,128 @@ from .backend import triton_version
 LAUNCHERS = ((3, 6),)
 
 
-def prepare(compiled, grid: tuple[int, int, int], arguments: Sequence, changing: Sequence[int]) -> Callable[..., None]:
-    """What launches ``compiled`` on the current stream.
+#: Descriptors that a launch remembers for each operand: a step's tensors come to lie where the last step's lay.
+REMEMBERED = 8
+
+
+def prepare(
+    compiled,
+    grid: tuple[int, int, int],
+    arguments: Sequence,
+    changing: Sequence[int],
+    describe: Mapping[int, Callable[[Tensor], object]] = MappingProxyType({}),
+) -> Callable[..., None]:
+    """What launches ``compiled`` on the current stream of the device on which it was compiled.
 
     Args:
         compiled: what ``kernel[grid](...)`` returned.
         grid: of every launch.
         arguments: the kernel's, constants too, in its order; the tensors among them stay where they are.
-        changing: the positions of the descriptors and tensors that each launch has anew.
+        changing: the positions of the tensors that each launch has anew.
+        describe: for those of them that the kernel takes by a descriptor, what makes it.
 
     Returns:
-        A function of one value for each of ``changing``, of the kind (and alignment) of the one in ``arguments``.
+        A function of one tensor for each of ``changing``, of the kind (and alignment) of the one in ``arguments``.
     """
     convert = triton_version() in LAUNCHERS and not (
         compiled.run.global_scratch_size or compiled.run.profile_scratch_size
     )
-    plain = _Plain(compiled, grid, arguments, changing)
-    return _Converted(compiled, grid, arguments, changing, plain) if convert else plain
+    plain = _Plain(compiled, grid, arguments, changing, describe)
+    return _Converted(compiled, grid, arguments, changing, describe, plain) if convert else plain
 
 
 class _Plain:
     """Triton's own way."""
 
-    def __init__(self, compiled, grid, arguments, changing):
+    def __init__(self, compiled, grid, arguments, changing, describe):
         self._run = compiled[grid]
         # Not the first launch's operands, which would live for as long as this.
         self._arguments = [None if position in changing else it for position, it in enumerate(arguments)]
-        self._changing = tuple(changing)
+        self._changing = [(position, describe.get(position, _itself)) for position in changing]
 
-    def __call__(self, *values) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         arguments = self._arguments.copy()
-        for position, value in zip(self._changing, values, strict=True):
-            arguments[position] = value
+        for (position, describe), tensor in zip(self._changing, tensors, strict=True):
+            arguments[position] = describe(tensor)
         self._run(*arguments)
 
 
 class _Converted:
     """Straight to the launcher that Triton has compiled, past the function that converts its arguments."""
 
-    def __init__(self, compiled, grid, arguments, changing, plain: _Plain):
+    def __init__(self, compiled, grid, arguments, changing, describe, plain: _Plain):
         run = compiled.run
-        inner = inspect.getclosurevars(run.launch).nonlocals
-        descriptors = dict(zip(sorted(inner["tensordesc_indices"]), inner["tensordesc_meta"], strict=True))
-        self._launch = inner["launcher"]
+        self._launch, descriptors = run.launch, {}
+        if isinstance(run.launch, FunctionType):
+            inner = inspect.getclosurevars(run.launch).nonlocals
+            descriptors = dict(zip(sorted(inner["tensordesc_indices"]), inner["tensordesc_meta"], strict=True))
+            self._launch = inner["launcher"]
+        self._device = driver.active.get_current_device()
+        self._stream_of = driver.active.get_current_stream
         self._first = grid
         self._second = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        self._third = (compiled.packed_metadata, None, None, None)
+        self._second += (compiled.packed_metadata, None, None, None)
         self._plain = plain
         self._fixed: list = []
-        self._changing: list[tuple[int, int, dict | None]] = []
+        self._changing: list[_Pointer | _Descriptor] = []
         for position, argument in enumerate(arguments):
-            meta = descriptors.get(position)
-            converted = _convert(argument, meta)
+            meta, begin = descriptors.get(position), len(self._fixed)
+            self._fixed += _pointers([argument]) if meta is None else nvidia.make_tensordesc_arg(argument, meta)
             if position in changing:
-                self._changing.append((len(self._fixed), len(self._fixed) + len(converted), meta))
-            self._fixed += converted
+                where = slice(begin, len(self._fixed))
+                self._changing.append(_Pointer(where) if meta is None else _Descriptor(where, meta, describe[position]))
 
-    def __call__(self, *values) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             # A profiler wants to know of the launch.
-            self._plain(*values)
+            self._plain(*tensors)
             return
         arguments = self._fixed.copy()
-        for (begin, end, meta), value in zip(self._changing, values, strict=True):
-            arguments[begin:end] = _convert(value, meta)
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        self._launch(*self._first, stream, *self._second, *self._third, *arguments)
+        for change, tensor in zip(self._changing, tensors, strict=True):
+            arguments[change.where] = change(tensor)
+        self._launch(*self._first, self._stream_of(self._device), *self._second, *arguments)
 
 
-def _convert(argument, meta: dict | None) -> list:
-    """One argument as the launcher takes it: a descriptor is five, and a pointer is a number."""
-    if meta is not None:
-        return nvidia.make_tensordesc_arg(argument, meta)
-    return [argument.data_ptr() if isinstance(argument, Tensor) else argument]
+class _Pointer:
+    """A tensor as the launcher takes it."""
+
+    def __init__(self, where: slice):
+        self.where = where
+
+    def __call__(self, tensor: Tensor) -> list[int]:
+        return [tensor.data_ptr()]
+
+
+class _Descriptor:
+    """A tensor's descriptor as the launcher takes it, made once for each place in memory."""
+
+    def __init__(self, where: slice, meta: dict, describe: Callable[[Tensor], object]):
+        self.where = where
+        self._meta = meta
+        self._describe = describe
+        self._known: dict[tuple, list] = {}
+
+    def __call__(self, tensor: Tensor) -> list:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        made = self._known.get(key)
+        if made is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            made = self._known[key] = nvidia.make_tensordesc_arg(self._describe(tensor), self._meta)
+        return made
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _pointers(arguments: Sequence) -> list:
+    """Tensors as numbers, also those in tuples."""
+    return [
+        argument.data_ptr()
+        if isinstance(argument, Tensor)
+        else tuple(_pointers(argument))
+        if type(argument) is tuple
+        else argument
+        for argument in arguments
+    ]
