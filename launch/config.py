@@ -57,6 +57,7 @@ class Parallel:
     # Chunks of layers a stage, whose schedule is interleaved (Megatron's virtual pipeline size); None: one, 1F1B.
     virtual_pipeline: int | None = None
     context: int = 1
+    context_comm: str = "all_gather"  # or a2a; with Transformer Engine also p2p (Megatron's cp_comm_type)
     expert: int = 1  # over the data- and context-parallel ranks: it takes none of its own
     data: int = 1
     nodes: int = 1

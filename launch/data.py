@@ -13,6 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from forge_megatron.megatron.context import on_this_rank
 from launch.config import Recipe
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -95,15 +96,16 @@ def _batches(dataset: Dataset, sampler, device: torch.device, workers: int) -> I
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_the_rank,
     )
+    place = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     for batch in loader:
-        yield {key: batch[key].to(device, non_blocking=True) for key in _KEYS}
+        yield {key: on_this_rank(batch[key].to(device, non_blocking=True), 1, *place) for key in _KEYS}
 
 
 def micro_batches(
     recipe: Recipe, dataset: Dataset, device: torch.device, first: int, last: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches of steps ``first`` to ``last - 1``: tensors ``[micro, sequence]`` on
-    ``device``. Every tensor-parallel rank reads them itself."""
+    """Micro-batches of steps ``first`` to ``last - 1``: tensors ``[micro, sequence / context]`` on
+    ``device``. Every tensor- and context-parallel rank reads the whole itself."""
     rank = parallel_state.get_data_parallel_rank()
     sampler = StepSampler(recipe, len(dataset), first, last, rank)
     return _batches(dataset, sampler, device, recipe.data.workers)

@@ -75,6 +75,8 @@ def transformer_config(recipe: Recipe, on_cpu: bool) -> TransformerConfig:
         bias_dropout_fusion=m.fusions,
         tensor_model_parallel_size=p.tensor,
         sequence_parallel=p.sequence,
+        context_parallel_size=p.context,
+        cp_comm_type=p.context_comm if p.context > 1 else None,
         use_cpu_initialization=m.cpu_initialization or on_cpu,
         gradient_accumulation_fusion=False,
         deterministic_mode=recipe.run.deterministic,

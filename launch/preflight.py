@@ -20,6 +20,7 @@ _CHOICES = {
     "model.dtype": ("fp32", "bf16"),
     "model.recompute": ("none", "selective", "full"),
     "model.transformer_engine": ("auto", "always", "never"),
+    "parallel.context_comm": ("all_gather", "a2a", "p2p"),
     "optimizer.update": ("auto", "backward", "step"),
     "optimizer.decay_style": ("cosine", "linear", "constant"),
     "run.device": ("auto", "cpu", "cuda"),
@@ -83,7 +84,7 @@ def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
 
 
 #: Degrees that ``python -m launch`` does not take above 1.
-_NOT_BUILT = ("parallel.pipeline", "parallel.context", "parallel.expert")
+_NOT_BUILT = ("parallel.pipeline", "parallel.expert")
 
 
 def check_degrees(recipe: Recipe) -> None:
@@ -111,7 +112,10 @@ def check_sizes(recipe: Recipe) -> None:
     if parallel.sequence:
         if parallel.tensor == 1:
             raise RecipeError("parallel.sequence", "sequence parallelism needs parallel.tensor above 1")
-        _divides(recipe, "data.sequence_length", parallel.tensor, "parallel.tensor")
+        _divides(
+            recipe, "data.sequence_length", parallel.tensor * parallel.context, "parallel.tensor * parallel.context"
+        )
+    _check_context(recipe)
     _divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
     if recipe.world_size % parallel.nodes:
         raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks do not divide by {parallel.nodes} nodes")
@@ -124,6 +128,18 @@ def check_sizes(recipe: Recipe) -> None:
         )
     if recipe.optimizer.min_lr > recipe.optimizer.lr:
         raise RecipeError("optimizer.min_lr", f"{recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
+
+
+def _check_context(recipe: Recipe) -> None:
+    model, parallel = recipe.model, recipe.parallel
+    if parallel.context == 1:
+        return
+    _divides(recipe, "data.sequence_length", 2 * parallel.context, "2 * parallel.context")
+    if parallel.context_comm == "a2a":
+        ranks = parallel.tensor * parallel.context
+        _divides(recipe, "model.num_attention_heads", ranks, "parallel.tensor * parallel.context, for context_comm=a2a")
+    if parallel.context_comm == "p2p" and model.transformer_engine != "always":
+        raise RecipeError("parallel.context_comm", "p2p needs model.transformer_engine=always; or a2a, all_gather")
 
 
 def check_optimizer(recipe: Recipe) -> None:

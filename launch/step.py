@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -14,20 +15,25 @@ from torch import Tensor
 from launch.config import Recipe
 
 
-def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(mask: Tensor, per_token: bool, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum and token count of a micro-batch: ``losses [micro, s]``, ``mask [micro, s]``.
 
-    Megatron divides the first value in place, so that what is logged is a copy.
+    Megatron divides the first value in place, so that what is logged is a copy. Context ranks have a part of each
+    sequence, and Megatron averages their gradients: the mean is over the tokens of all of them.
     """
     total = (losses.float() * mask).sum()
     tokens = mask.sum()
-    return total, tokens.to(torch.int), torch.stack([total.detach().clone(), tokens])
+    sums = torch.stack([total.detach().clone(), tokens])
+    if not per_token and (ranks := parallel_state.get_context_parallel_world_size()) > 1:
+        total, tokens = total * ranks, tokens.clone()
+        dist.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return total, tokens.to(torch.int), sums
 
 
 def _forward(batches: Iterator[dict[str, Tensor]], model) -> tuple[Tensor, partial]:
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return losses, partial(_loss, batch["loss_mask"])
+    return losses, partial(_loss, batch["loss_mask"], model.config.calculate_per_token_loss)
 
 
 def connect(chunks: list, optimizer) -> None:

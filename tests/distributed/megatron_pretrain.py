@@ -81,15 +81,29 @@ def _datasets(sizes):
 _datasets.is_distributed = True
 
 
+def _initial_weights(chunks: list) -> list:
+    """The same for every number of ranks, where none has a shard; Megatron's own are not."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in chunks[0].parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter.data, std=0.1, generator=generator)
+    return chunks
+
+
 def _loss(losses):
     total, tokens = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
     return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
 
 
 def _forward_step(batches, model):
-    batch = next(batches)
-    positions = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
-    losses = model(batch["tokens"], positions, None, labels=batch["labels"])
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    whole = next(batches)
+    whole["positions"] = torch.arange(whole["tokens"].shape[1]).expand_as(whole["tokens"]).contiguous()
+    group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(whole, is_hybrid_cp=False, cp_group=group)
+    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
     return losses, partial(_loss)
 
 
@@ -118,7 +132,10 @@ def main() -> None:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
         return spec
 
-    model_config.transformer_layer_spec = layer_spec
+    if args.context_parallel_size == 1:
+        model_config.transformer_layer_spec = layer_spec
+    if args.tensor_model_parallel_size == 1:
+        model_config.pre_wrap_hooks = [*model_config.pre_wrap_hooks, _initial_weights]
     transformer_block.LayerNormImpl = norm_class(args.normalization)
     forge_pretrain_hooks(args, model_config=model_config)
 

@@ -91,6 +91,17 @@ def test_pretrain_with_forge_is_pretrain_without(tmp_path):
 
 
 @needs_training
+def test_context_parallel_pretrain_is_pretrain(tmp_path):
+    """FORGE's own layer spec has attention for it; Megatron's cannot be built without Transformer Engine."""
+    alone = ["--train-iters", "8", "--tensor-model-parallel-size", "1"]
+    theirs = _pretrain(tmp_path / "theirs", *alone)  # which the two ranks share as data-parallel ones
+    ours = _pretrain(tmp_path / "ours", *alone, "--context-parallel-size", "2", "--cp-comm-type", "a2a", "--use-forge")
+    assert ours["owned"] == 10
+    assert _gap(theirs["losses"], ours["losses"]) <= 2e-6
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+
+
+@needs_training
 def test_a_run_with_forge_resumes_in_one_without_and_the_reverse(tmp_path):
     whole = _pretrain(tmp_path / "whole", "--train-iters", "8")
     for writer, reader, name in ((["--use-forge"], [], "a"), ([], ["--use-forge"], "b")):

@@ -71,6 +71,17 @@ def test_data_parallel_ranks_train_the_same_batch(data, tmp_path):
     assert gap(forge.losses(), two.losses()) <= 2e-6
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+def test_context_parallel_ranks_train_the_same_sequences(kind, standard, data, tmp_path):
+    """Two parts of every sequence on each of two ranks, against whole sequences."""
+    over = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=2", f"parallel.context_comm={kind}")
+    job = Job(tmp_path, data, (*over, "optimizer.use_forge=true", STEPS))
+    job.run()
+    assert gap(job.losses(), standard.losses()) <= 2e-6
+    norms = standard.grad_norms()
+    assert all(norm == pytest.approx(norms[step], rel=2e-5) for step, norm in job.grad_norms().items())
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -19,6 +19,7 @@ ARMS = {
     "forge, in backward": ("optimizer.use_forge=true", "optimizer.clip_grad=0", "batch.micro=4"),
     "forge, bf16 states": ("optimizer.use_forge=true", "optimizer.recipe=bf16-state"),
     "forge, bf16 with master": ("optimizer.use_forge=true", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
+    "forge, context-parallel": ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=2"),
     "forge, another rule": ("optimizer.rule=nadam", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
 }
 
