@@ -61,10 +61,10 @@ def new_state(
         NotImplementedError: a shard, of which alone the rule cannot step its part of the weight.
     """
     rule = rule_of(group, default).variant(group)
-    if is_sharded(p) and (rule.regime == "projected" or (rule.regime != "fused" and whole is WHOLE)):
+    if is_sharded(p) and rule.regime != "fused" and whole is WHOLE:
         raise NotImplementedError(
             f"{label}: {rule.name} of a weight placed as {p.placements} is not built yet; use a rule such as adamw, or "
-            "for muon and others that project nothing a fully_shard over one mesh dimension"
+            "a fully_shard over one mesh dimension"
         )
     try:
         if rule.fits is not None:

@@ -168,11 +168,9 @@ def _check_forge(recipe: Recipe) -> None:
     from launch.dtypes import DTYPES
 
     try:
-        rule = rules.get(recipe.optimizer.rule)
+        rules.get(recipe.optimizer.rule)
     except ValueError as error:
         raise RecipeError("optimizer.rule", str(error)) from error
-    if rule.regime == "projected" and max(recipe.parallel.tensor, recipe.parallel.data) > 1:
-        raise RecipeError("optimizer.rule", f"{rule.name} projects whole matrices: set parallel.tensor and data to 1")
     try:
         _, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (TypeError, ValueError) as error:

@@ -135,11 +135,6 @@ class PartialSums(Members):
 
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
         """Raises ``NotImplementedError`` for a rule or for states that this schedule cannot step."""
-        if rule.regime == "projected":
-            raise NotImplementedError(
-                f"{label}: {rule.name} projects a gradient's factors, which is not built yet for gradients that are "
-                "summed over process_group=; use a rule such as muon or adamw"
-            )
 
     def expect_whole_pieces(self) -> None:
         """Raises ``NotImplementedError`` if a bucket would cut a weight whose rows cannot be stepped alone."""

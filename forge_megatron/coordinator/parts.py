@@ -83,6 +83,9 @@ class Part(Whole):
             return statistic
         return self._of(statistic, self.rank, self.dim)
 
+    def cut(self, x: Tensor, dim: int, *, of: int) -> Tensor:
+        return self._of(x, self.rank, dim) if of == self.dim else x
+
     def _of(self, whole: Tensor, rank: int, dim: int) -> Tensor:
         pieces = [whole.narrow(dim, first, end - first) for first, end in self.stretches[rank]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -103,7 +106,6 @@ class Part(Whole):
         return u
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The whole of ``part``, whose leading dimensions are a batch, on every rank."""
         dim = self.dim - len(self.whole)
         extents = [sum(end - first for first, end in each) for each in self.stretches]
         sent = part

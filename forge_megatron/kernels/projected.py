@@ -2,6 +2,9 @@
 
 ``R = G V^T`` is ``dY^T (X V^T)``. Adam's direction N of R, projected back, is ``(N^T)^T V``: the product that the
 fused kernel forms tile by tile, with r in the place of the tokens, and steps the weight with.
+
+Of a shard every product with G is made whole, a sum of the ranks' parts or their parts side by side, and so are the
+projection and N: each rank projects back what its shard needs of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..rules.projection import Projection, adam
+from ..rules.whole import Whole
 from . import fused
 from .backend import WGRAD_ONLY
 from .lookups import Lookups, is_lookup
@@ -31,55 +35,64 @@ GROWTH = 1.01
 class Gradient:
     """``G = sum of dY^T X + accumulator``, which is read through products with small matrices.
 
+    Every method is a collective of the ranks that have shards of the weight.
+
     Attributes:
         segments: factors of its parts; where ids stand for dY, each names a row.
         accumulator: fp32 or bf16 ``[O, I]``, or None.
-        shape: ``[O, I]``.
+        part: ``[O, I]`` of what this rank has.
+        shape: of the whole.
+        whole: the weight.
     """
 
     segments: Sequence[Segment]
     accumulator: Tensor | None
+    part: torch.Size
     shape: torch.Size
+    whole: Whole
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], accumulator: Tensor | None, shape: torch.Size) -> Gradient:
+    def of(cls, slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None) -> Gradient:
         """Without segments of no tokens, and with every id in range."""
+        part = slot.weight.shape
         kept = []
         for dy, x in segments:
             if is_lookup((dy, x)):
                 # Ids outside are no row (padding_idx): any row, to which nothing is added.
-                inside = (dy >= 0) & (dy < shape[0])
-                dy, x = dy.clamp(0, shape[0] - 1), x.masked_fill(~inside.unsqueeze(1), 0.0)
+                inside = (dy >= 0) & (dy < part[0])
+                dy, x = dy.clamp(0, part[0] - 1), x.masked_fill(~inside.unsqueeze(1), 0.0)
             if dy.shape[0]:
                 kept.append((dy, x))
-        return cls(kept, accumulator, shape)
+        return cls(kept, accumulator, part, slot.whole.shape(slot.weight), slot.whole)
 
     def right(self, basis: Tensor) -> Tensor:
         """``G @ basis``, fp32, for ``[I, k]``."""
-        product = basis.new_zeros(self.shape[0], basis.shape[1])
+        basis = self.whole.cut(basis, 0, of=1)
+        product = basis.new_zeros(self.part[0], basis.shape[1])
         if self.accumulator is not None:
             product.addmm_(self.accumulator.float(), basis)
         for dy, x in self.segments:
             _add(product, dy, x.float() @ basis)
-        return product
+        return self.whole.sums((product, (1,)))[0]
 
     def left(self, basis: Tensor) -> Tensor:
         """``basis @ G``, fp32, for ``[k, O]``."""
-        product = basis.new_zeros(basis.shape[0], self.shape[1])
+        basis = self.whole.cut(basis, 1, of=0)
+        product = basis.new_zeros(basis.shape[0], self.part[1])
         if self.accumulator is not None:
             product.addmm_(basis, self.accumulator.float())
         for dy, x in self.segments:
             product.addmm_(basis[:, dy] if is_lookup((dy, x)) else basis @ dy.float().t(), x.float())
-        return product
+        return self.whole.sums((product, (0,)))[0]
 
     def dense(self, like: Tensor) -> Tensor:
         """G itself, fp32, on the device of ``like``."""
-        total = like.new_zeros(self.shape)
+        total = like.new_zeros(self.part)
         if self.accumulator is not None:
             total += self.accumulator
         for dy, x in self.segments:
             _add(total, dy, x.float())
-        return total
+        return self.whole.gathered(total)
 
 
 def _add(product: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -103,20 +116,24 @@ def wgrad_step(
     # Low-rank factors are fp32, which the kernels of one GPU do not take.
     backend = "auto" if backend in WGRAD_ONLY else backend
     options: Projection = slot.rule.stages.projection
-    gradient = Gradient.of(segments, accumulator, slot.weight.shape)
+    gradient = Gradient.of(slot, segments, accumulator)
     right = options.is_right(gradient.shape)
     if slot.norm_sq is not None:
-        fused.wgrad_norm_sq(gradient.segments, slot.norm_sq, gradient.accumulator, gradient.shape, backend)
-    basis = slot.statistics[2]
-    if int(slot.step) % options.gap == 0:
-        basis.copy_(_basis(options.basis, gradient, basis, right, seed=f"{slot.name}:{int(slot.step)}"))
-    low = gradient.right(basis.t()) if right else gradient.left(basis.t())
+        fused.wgrad_norm_sq(gradient.segments, slot.norm_sq, gradient.accumulator, gradient.part, backend)
+    basis, taken = slot.statistics[2], int(slot.step)
+    is_refresh = taken % options.gap == 0
+    chosen = _basis(options.basis, gradient, basis, right, seed=f"{slot.name}:{taken}") if is_refresh else basis
+    low = gradient.right(chosen.t()) if right else gradient.left(chosen.t())
+    if is_refresh:
+        # Without a gradient that is finite the old projection stays; at first there is none, and any is better.
+        basis.copy_(torch.where(torch.isfinite(low).all(), chosen, basis) if taken else chosen)
     if multiplier is not None:
         low = low * multiplier
     direction = adam(low, slot.statistics[:2], slot.scalars.unbind())
     if options.scaling is None:
         direction = direction * options.scale
-        factors = (direction.t(), basis) if right else (basis.t(), direction)
+        rows, columns = (direction, basis) if right else (basis, direction)
+        factors = slot.whole.cut(rows, 0, of=0).t(), slot.whole.cut(columns, 1, of=1)
         fused.wgrad_step(_applied(slot), [factors], None, None, backend)
     else:
         channels, multiplier = _scaled(slot, gradient, low, direction, multiplier, backend)
@@ -132,15 +149,18 @@ def _applied(slot: Slot) -> Slot:
 def _scaled(slot: Slot, gradient: Gradient, low: Tensor, direction: Tensor, multiplier, backend: str):
     """What APOLLO's update is of G: factors of its channels, or None, and a multiplier; keeps its norm."""
     options: Projection = slot.rule.stages.projection
-    before = slot.statistics[3]
-    dim = (0, 1) if options.scaling == "tensor" else 1 if options.is_right(gradient.shape) else 0
+    before, along = slot.statistics[3], 0 if options.is_right(gradient.shape) else 1
+    dim = (0, 1) if options.scaling == "tensor" else 1 - along
     sizes = (torch.linalg.vector_norm(each, dim=dim, keepdim=True) for each in (direction, low))
     channels = next(sizes) / (next(sizes) + 1e-8)
     factor = torch.ones_like(before) if multiplier is None else multiplier
     if options.scaling == "tensor":
         channels, factor = None, factor * channels.squeeze()
+    else:
+        channels = slot.whole.cut(channels, along, of=along)
     size = torch.empty_like(before)
-    fused.wgrad_norm_sq(gradient.segments, size, gradient.accumulator, gradient.shape, backend, channels)
+    fused.wgrad_norm_sq(gradient.segments, size, gradient.accumulator, gradient.part, backend, channels)
+    (size,) = slot.whole.sums((size, (0, 1)))
     size = size.sqrt_() * factor.abs()
     if int(slot.step) > 0:
         limiter = torch.clamp(size / (before + 1e-8), min=GROWTH) / GROWTH

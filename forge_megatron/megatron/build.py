@@ -23,7 +23,7 @@ from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.head import fuse, models_with_head
-from forge_megatron.megatron.matrices import expect_shardable, expect_steppable_by_rows, groups_of
+from forge_megatron.megatron.matrices import expect_steppable_by_rows, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
@@ -121,8 +121,7 @@ def get_forge_optimizer(
 
     Raises:
         RuntimeError: :func:`prepare` was not called before DDP was built.
-        NotImplementedError: a switch that is not built, or a projected rule beside tensor parallelism,
-            by name.
+        NotImplementedError: a switch that is not built, by name.
         TypeError: a hyperparameter that the rule does not have.
         ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
@@ -135,7 +134,6 @@ def get_forge_optimizer(
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
-    expect_shardable(_rule(config, options), parallel_state.get_tensor_model_parallel_world_size())
     buckets = _buckets(facts)
     sharding = "states" if buckets is not None and facts.any("use_distributed_optimizer") else "none"
     if sharding == "states":

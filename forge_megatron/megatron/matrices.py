@@ -20,20 +20,6 @@ from forge_megatron.rules.whole import WHOLE, Whole
 _HIDDEN_ONLY = frozenset({"muon", "galore", "apollo", "apollo_mini"})
 
 
-def expect_shardable(rule: Rule, tensor_parallel_size: int) -> None:
-    """Raises where a rank holds a shard, and the rule reads more of it than norms, sums and matrices of states.
-
-    Raises:
-        NotImplementedError: names the rule and the degree.
-    """
-    if rule.regime == "projected" and tensor_parallel_size > 1:
-        others = ", ".join(name for name in rules.available() if rules.get(name).regime != "projected")
-        raise NotImplementedError(
-            f"--forge-rule {rule.name} projects whole matrices, of which tensor parallelism {tensor_parallel_size} "
-            f"leaves a rank a shard; use --tensor-model-parallel-size 1, or one of: {others}"
-        )
-
-
 def expect_steppable_by_rows(rule: Rule, recipe: str | None) -> None:
     """Raises where data-parallel ranks each step some rows, and a step reads or rounds more than one coordinate.
 

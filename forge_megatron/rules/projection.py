@@ -72,7 +72,8 @@ def step_then_decay(u, w, states, h):
 
 
 def direct(u, w, states, statistics, h, whole):
-    return adam(u, statistics, h)
+    (r,) = whole.sums((u, ()))
+    return whole.part(adam(r, statistics, h))
 
 
 def stages(projection: Projection) -> Stages:

@@ -38,6 +38,14 @@ class Whole:
         """What belongs to the part of a whole statistic, which has the weight's dimensions, some of extent 1."""
         return statistic
 
+    def cut(self, x: Tensor, dim: int, *, of: int) -> Tensor:
+        """What belongs to the part of ``x``, whose dimension ``dim`` is the whole weight's dimension ``of``."""
+        return x
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """The whole of ``part``, whose leading dimensions are a batch, on every rank."""
+        return part
+
     def transform(self, u: Tensor, function: Callable[[Tensor], Tensor], reads: torch.dtype) -> Tensor:
         """``function`` of the whole tensor, fp32, or rather the part of it.
 

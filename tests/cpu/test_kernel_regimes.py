@@ -103,8 +103,11 @@ def test_states_in_bf16_are_roundings(name):
 @pytest.mark.parametrize(("value", "backend"), [(math.nan, "reference"), (math.inf, "reference"), (math.nan, "triton")])
 @pytest.mark.parametrize("name", RULES)
 def test_a_gradient_that_is_not_finite_leaves_the_whole_matrix_alone(name, value, backend):
-    """What is a function of its own coordinate alone is left alone there alone: a momentum, a sign."""
-    slot = make(name, (18, 13), taken=3)
+    """What is a function of its own coordinate alone is left alone there alone: a momentum, a sign.
+
+    In the step in which projections would be refreshed.
+    """
+    slot = make(name, (18, 13), taken=200)
     before = copies(slot)
     grad = torch.ones(18, 13)
     grad[4, 5] = value

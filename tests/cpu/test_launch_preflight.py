@@ -75,8 +75,6 @@ def test_a_good_recipe_passes(load):
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
-        (["optimizer.rule=galore", "parallel.tensor=2"], "optimizer.rule", "projects whole matrices"),
-        (["optimizer.rule=apollo", "parallel.data=2"], "optimizer.rule", "projects whole matrices"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),

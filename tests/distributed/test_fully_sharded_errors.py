@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-import forge_megatron as forge
 from forge_megatron import ForgeOptimizer
 
 pytestmark = pytest.mark.timeout(600)
@@ -37,9 +36,6 @@ def _attach():
     with pytest.raises(ValueError, match="sharding='full' with weights that are not sharded"):
         attach(Net(), sharding="full")
     attach(net, sharding="full")
-    with pytest.raises(NotImplementedError, match=r"^\S+: galore of a weight placed as .*Shard"):
-        forge.attach(net, "galore", lr=1e-3)
-
     with pytest.raises(NotImplementedError, match=r"^\S+: state_format='int8' of weights that fully_shard has sharded"):
         attach(net, state_format="int8")
 

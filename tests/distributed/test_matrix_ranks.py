@@ -27,6 +27,14 @@ RULES = {
     "muon": {**MUON, "adamw": ADAMW},
 }
 
+#: Rules of a projection, which none of their few steps refreshes: their oracles take it from them.
+LOW_RANK = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+PROJECTED = {
+    "galore": ({"rank": 3}, oracles_staged.Galore64, {}),
+    "apollo": ({"rank": 3}, oracles_staged.Apollo64, {}),
+    "apollo_mini": ({}, oracles_staged.Apollo64, {"scale": 128.0, "scale_type": "tensor"}),
+}
+
 
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request):
@@ -81,6 +89,22 @@ def expect(rule: str, found: dict[str, torch.Tensor]) -> None:
             )
 
 
+def expect_projected(rule: str, found: dict[str, torch.Tensor], optimizer) -> None:
+    net, (_, make, given) = filled(), PROJECTED[rule]
+    chosen = [state.get("projection") for state in map(optimizer.state.get, optimizer.names)]
+
+    def at(index: int):
+        projection = None if chosen[index] is None else chosen[index].double()
+        return make(**LOW_RANK, **given, projection=projection)
+
+    assert sum(projection is not None for projection in chosen) == 6
+    train(net, oracles_staged.Optimizer64(net.parameters(), at), ranks=range(dist.get_world_size()))
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(
+            found[name], p.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{rule} {n}: {m}"
+        )
+
+
 def expect_bit_equal(net: Net, optimizer) -> None:
     """Weights, states and statistics of the ranks."""
     held = [*net.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
@@ -100,6 +124,13 @@ def replicas():
             train(net, optimizer)
             expect(rule, {name: p.detach() for name, p in net.named_parameters()})
             expect_bit_equal(net, optimizer)
+    for rule, (options, *_) in PROJECTED.items():
+        for further in ({}, {"buckets": SMALL, "clip_grad_norm": 1e6}):
+            net = filled()
+            optimizer = forge.attach(net, rule, process_group=dist.group.WORLD, **LOW_RANK, **options, **further)
+            train(net, optimizer)
+            expect_projected(rule, {name: p.detach() for name, p in net.named_parameters()}, optimizer)
+            expect_bit_equal(net, optimizer)
 
 
 def test_replicas_step_whole_matrices_and_stay_bit_equal(results):
@@ -114,6 +145,12 @@ def fully_sharded():
             optimizer = forge.attach(net, rule, **options, **further)
             train(net, optimizer)
             expect(rule, contents(net, optimizer))
+    for rule, (options, *_) in PROJECTED.items():
+        for further in ({}, {"clip_grad_norm": 1e6}):
+            net = shard(filled())
+            optimizer = forge.attach(net, rule, **LOW_RANK, **options, **further)
+            train(net, optimizer)
+            expect_projected(rule, contents(net, optimizer), optimizer)
 
 
 def test_fully_sharded_matrices_are_stepped_as_the_whole(results):

@@ -115,6 +115,44 @@ def _exact() -> dict:
     return {name: train(*case) for name, case in {**CASES, **packages()}.items()}
 
 
+# rule, options, the oracle and what it is given besides
+PROJECTED = {
+    "galore": ("galore", {"rank": 4}, oracles_staged.Galore64, {}),
+    "galore, svd": ("galore", {"rank": 4, "proj": "svd"}, oracles_staged.Galore64, {}),
+    "galore, more than there is": ("galore", {"rank": 99}, oracles_staged.Galore64, {}),
+    "apollo": ("apollo", {"rank": 4}, oracles_staged.Apollo64, {}),
+    "apollo_mini": ("apollo_mini", {}, oracles_staged.Apollo64, {"scale": 128.0, "scale_type": "tensor"}),
+}
+
+
+def _projected() -> dict:
+    """Ours, the oracle's at this rank's places, and the statistics; a vector too, which is not projected."""
+    found = {}
+    for case, (rule, options, oracle, given) in PROJECTED.items():
+        places = [*(part for shape in SHAPES for part in parts(shape)), parts((10,), dims=(0,))[0]]
+        shapes = [part.whole for part in places]
+        generator = torch.Generator().manual_seed(0)
+        wanted = [torch.randn(shape, generator=generator) for shape in shapes]
+        ours = [torch.nn.Parameter(own(w, part).clone()) for w, part in zip(wanted, places, strict=True)]
+        both = {"lr": 0.01, "weight_decay": 0.1}
+        wholes = dict(zip(ours, places, strict=True))
+        optimizer = ForgeOptimizer(ours, rule, wholes=wholes, update_proj_gap=7, **both, **options)
+        wanted, states = [w.double() for w in wanted], [{} for _ in wanted]
+        for t, grads in enumerate(gradients(shapes), start=1):
+            for p, g, part in zip(ours, grads, places, strict=True):
+                p.grad = own(g, part).clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            for index, (p, g) in enumerate(zip(ours, grads, strict=True)):
+                projection = optimizer.state[p].get("projection")
+                exact = oracle(**both, **given, projection=None if projection is None else projection.double())
+                wanted[index] = exact.step(wanted[index], states[index], g.double(), t)
+        expected = [own(w, part) for w, part in zip(wanted, places, strict=True)]
+        statistics = [[*slot.statistics] for slot in optimizer._parameters.slots.values()]
+        found[case] = [p.detach() for p in ours], expected, statistics
+    return found
+
+
 def _muon() -> dict:
     """Field log row 114: a 256 x 256 gradient; and the parts of a fused weight."""
     found = {}
@@ -144,10 +182,17 @@ def _muon() -> dict:
 def _skipped() -> dict:
     """A gradient that is not finite, on one rank alone: the weight stays on every rank, and so do statistics."""
     found = {}
-    for rule in ("lamb", "lars", "adafactor", "adalomo", "adam_mini", "sm3", "muon", "scion"):
+    for rule in (
+        *("lamb", "lars", "adafactor", "adalomo", "adam_mini", "sm3", "muon", "scion"),
+        *("galore", "apollo", "apollo_mini"),
+    ):
         part = parts((8, 6))[0]
         p = torch.nn.Parameter(torch.ones(own(torch.ones(8, 6), part).shape))
-        optimizer = ForgeOptimizer([p], rule, lr=0.1, wholes={p: part})
+        every_step = {"update_proj_gap": 1} if rule in ("galore", "apollo", "apollo_mini") else {}
+        optimizer = ForgeOptimizer([p], rule, lr=0.1, wholes={p: part}, **every_step)
+        p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
         before = p.detach().clone(), copy.deepcopy(optimizer._parameters.slots[p].statistics)
         p.grad = torch.ones_like(p)
         if dist.get_rank() == 0:
@@ -158,7 +203,7 @@ def _skipped() -> dict:
 
 
 def _all() -> tuple:
-    return _exact(), _muon(), _skipped()
+    return _exact(), _muon(), _skipped(), _projected()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -167,7 +212,7 @@ def results(request):
 
 
 def test_shards_are_stepped_as_the_whole_weight(results):
-    for exact, _, _ in results:
+    for exact, *_ in results:
         for name, (ours, theirs, statistics, states) in exact.items():
             for w, expected in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(w, expected, rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -178,10 +223,19 @@ def test_shards_are_stepped_as_the_whole_weight(results):
                         assert any(torch.allclose(value.flatten(), v.flatten().float(), rtol=2e-5) for v in fits), name
 
 
+def test_projections_of_shards_are_those_of_the_whole_gradient(results):
+    for *_, projected in results:
+        for case, (ours, theirs, _) in projected.items():
+            for w, expected in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(
+                    w.double(), expected, rtol=2e-5, atol=4e-6, msg=lambda m, c=case: f"{c}: {m}"
+                )
+
+
 def test_statistics_are_whole_and_bit_equal_on_every_rank(results):
-    first, *others = [exact for exact, _, _ in results]
+    first, *others = [{**exact, **projected} for exact, _, _, projected in results]
     for other in others:
-        for name, (_, _, statistics, _) in first.items():
+        for name, (_, _, statistics, *_) in first.items():
             for mine, theirs in zip(statistics, other[name][2], strict=True):
                 for a, b in zip(mine, theirs, strict=True):
                     assert torch.equal(a, b), name
@@ -189,13 +243,13 @@ def test_statistics_are_whole_and_bit_equal_on_every_rank(results):
 
 def test_newton_schulz_reads_the_whole_matrix(results):
     """Without momentum its input is the gradient to the bit, and so its output is torch.optim.Muon's."""
-    for _, muon, _ in results:
+    for _, muon, *_ in results:
         for case, (ours, theirs) in muon.items():
             assert ((ours - theirs).norm() / theirs.norm()) <= 1e-6, case
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(results):
-    for _, _, skipped in results:
+    for _, _, skipped, _ in results:
         for rule, (weight, statistics, after, statistics_after) in skipped.items():
             assert torch.equal(weight, after), rule
             for a, b in zip(statistics, statistics_after, strict=True):
