@@ -19,6 +19,8 @@ from forge_megatron.rules.whole import WHOLE, Whole
 
 # torch's own switches of how, not what: a checkpoint's values for them mean nothing here.
 _IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
+# Those that torch.optim has had from the start; a checkpoint of an older torch lacks others.
+_EVERY_VERSION = {"lr", "betas", "eps", "weight_decay", "momentum"}
 
 
 class Restorable(Protocol):
@@ -133,6 +135,9 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     _expect_same_random_bits(optimizer, ours or {})
     saved_groups = state_dict["param_groups"]
     sources = _match(optimizer, saved_groups)
+    strangers = state_dict["state"].keys() - set(sources.values())
+    if strangers:
+        raise ValueError(f"the checkpoint has states of {len(strangers)} parameters that are in none of its groups")
     rules: dict[Tensor, Rule] = {}
     groups = []
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
@@ -212,6 +217,10 @@ def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by
     kept = {"params", "param_names", "rule", *FORMAT_KEYS, *_IMPLEMENTATION_KEYS}
     loaded = {key: value for key, value in saved.items() if key not in kept}
     merged = {**group, **loaded}
+    expected = {"lr", *family.defaults} if written_by is not None else {"lr", *family.defaults} & _EVERY_VERSION
+    missing = sorted(expected - saved.keys())
+    if missing:
+        raise ValueError(f"the checkpoint has a parameter group without {', '.join(map(repr, missing))}")
     family.check_group(merged)
     rule, needed = family.variant(group), family.variant(merged)
     if not needed.has_states_of(rule):
@@ -231,6 +240,8 @@ def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, obje
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         params, keys = group["params"], saved["params"]
         names, saved_names = group.get("param_names"), saved.get("param_names")
+        if saved_names and len(saved_names) != len(keys):
+            raise ValueError(f"group {index}: the checkpoint has {len(saved_names)} names for {len(keys)} parameters")
         if names and saved_names:
             if set(names) != set(saved_names):
                 missing = sorted(set(names) ^ set(saved_names))
@@ -264,10 +275,15 @@ def _converted(rule: Rule, state: dict, entry: dict, converted: set[tuple[str, s
 
 
 def _converted_master(state: dict, entry: dict, converted: set[tuple[str, str]]) -> set[str]:
-    """What the weights are to make of themselves because ``entry`` lacks it; adds what becomes of a master."""
+    """Takes a master that has no place out of ``entry``; adds what becomes of it.
+
+    Returns:
+        What the weights are to make of themselves because ``entry`` lacks it.
+    """
     if ("master" in state) is ("master" in entry):
         return set()
     converted.add(("weights alone", "fp32 masters") if "master" in state else ("fp32 masters", "weights alone"))
+    entry.pop("master", None)
     return {"master"}
 
 
@@ -283,7 +299,7 @@ def _checked(
     """The values to copy, one for each of our states but those that are ``made``; torch has not all a count."""
     values = {}
     for name, own in state.items():
-        if name not in entry:
+        if entry.get(name) is None:
             if name in made:
                 continue
             if from_torch and name == "step" and not rule.counts_steps:
@@ -297,10 +313,18 @@ def _checked(
             raise ValueError(
                 f"{label}: {name} is {list(value.shape)} in the checkpoint, {list(own.shape)} in the optimizer"
             )
+        if name == "step" and not value >= 0:
+            raise ValueError(f"{label}: step is {value.item()} in the checkpoint")
         if value.dtype != own.dtype and name not in ("step", "master", *rule.running):
             raise ValueError(
                 f"{label}: {name} is {value.dtype} in the checkpoint, {own.dtype} in the optimizer; attach with "
                 "the checkpoint's state format, or load with convert=True"
             )
         values[name] = value
+    surplus = sorted(str(name) for name, value in entry.items() if value is not None and name not in state)
+    if surplus:
+        raise ValueError(
+            f"{label}: the checkpoint has {', '.join(map(repr, surplus))}, which the optimizer would lose; attach with "
+            "the checkpoint's hyperparameters and formats"
+        )
     return values

@@ -52,6 +52,7 @@ class Stepping(AcrossRanks):
         """States for what is no longer frozen, and this window's hyperparameters."""
         raise NotImplementedError
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(
         self,

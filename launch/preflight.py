@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 from launch import gpus
@@ -33,6 +34,7 @@ _POSITIVE = (
     "model.num_query_groups",
     "model.kv_channels",
     "model.vocab_size",
+    "model.rotary_base",
     "parallel.tensor",
     "parallel.pipeline",
     "parallel.virtual_pipeline",
@@ -56,12 +58,20 @@ _NOT_NEGATIVE = (
     "optimizer.lr",
     "optimizer.min_lr",
     "optimizer.weight_decay",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.eps",
     "optimizer.clip_grad",
     "optimizer.warmup_steps",
     "validation.every",
     "checkpoint.every",
     "model.dropout",
+    "model.init_std",
+    "model.norm_epsilon",
+    "run.seed",
 )
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "model.dropout")
+_MAY_BE_INFINITE = "optimizer.clip_grad"  # no clipping
 
 
 def check_values(recipe: Recipe) -> None:
@@ -73,14 +83,20 @@ def check_values(recipe: Recipe) -> None:
         if value is not None and not value > 0:
             raise RecipeError(key, f"{value} must be above 0")
     for key in _NOT_NEGATIVE:
-        if not recipe.get(key) >= 0:
-            raise RecipeError(key, f"{recipe.get(key)} must not be negative")
+        value = recipe.get(key)
+        if not value >= 0:
+            raise RecipeError(key, f"{value} must not be negative")
+        if math.isinf(value) and key != _MAY_BE_INFINITE:
+            raise RecipeError(key, f"{value} must be finite")
+    for key in _BELOW_ONE:
+        if not recipe.get(key) < 1:
+            raise RecipeError(key, f"{recipe.get(key)} must be below 1")
 
 
 def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
     value = recipe.get(key)
     if value % divisor:
-        raise RecipeError(key, f"{value} does not divide by {what}={divisor}")
+        raise RecipeError(key, f"{value} is not divisible by {what}={divisor}")
 
 
 #: Degrees that ``python -m launch`` does not take above 1.
@@ -104,7 +120,7 @@ def check_sizes(recipe: Recipe) -> None:
     _divides(recipe, "model.num_attention_heads", groups, "model.num_query_groups")
     _divides(recipe, "model.num_attention_heads", parallel.tensor, "parallel.tensor")
     if groups % parallel.tensor:
-        raise RecipeError("model.num_query_groups", f"{groups} does not divide by parallel.tensor={parallel.tensor}")
+        raise RecipeError("model.num_query_groups", f"{groups} is not divisible by parallel.tensor={parallel.tensor}")
     _divides(recipe, "model.ffn_hidden_size", parallel.tensor, "parallel.tensor")
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     if model.position_embedding == "rope" and head % 2:
@@ -118,7 +134,7 @@ def check_sizes(recipe: Recipe) -> None:
     _check_context(recipe)
     _divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
     if recipe.world_size % parallel.nodes:
-        raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks do not divide by {parallel.nodes} nodes")
+        raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks are not divisible by {parallel.nodes} nodes")
     if recipe.run.reorder and model.dropout:
         raise RecipeError("run.reorder", f"only roundings change, and model.dropout={model.dropout} would too")
     decay = recipe.optimizer.decay_steps or recipe.run.steps
@@ -177,6 +193,14 @@ def _check_forge(recipe: Recipe) -> None:
         raise RecipeError("optimizer.recipe", str(error)) from error
     if store.name == "fp8":
         raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} is not built for Megatron's linears")
+    waiting = {
+        "optimizer.clip_grad": recipe.optimizer.clip_grad > 0,
+        "batch.total": recipe.micro_batches > 1,
+        "batch.per_token_loss": recipe.batch.per_token_loss,
+    }
+    reasons = ", ".join(f"{key}={recipe.get(key)}" for key, waits in waiting.items() if waits)
+    if recipe.optimizer.update == "backward" and reasons:
+        raise RecipeError("optimizer.update", f"backward cannot be exact with {reasons}: set it to auto")
 
 
 def index_builder() -> Path | None:
@@ -225,6 +249,8 @@ def check_data(recipe: Recipe) -> None:
         raise RecipeError("data.synthetic", "either synthetic data or data.train and data.valid")
     if not data.synthetic and not data.train:
         raise RecipeError("data.train", "no dataset: python -m launch.prepare makes one, or data.synthetic=true")
+    if data.train_weights and not all(0 < weight < math.inf for weight in data.train_weights):
+        raise RecipeError("data.train_weights", f"{list(data.train_weights)}: each must be above 0 and finite")
     if data.train_weights and len(data.train_weights) != len(data.train):
         raise RecipeError("data.train_weights", f"{len(data.train_weights)} weights for {len(data.train)} datasets")
     for key in ("data.train", "data.valid"):
@@ -237,15 +263,18 @@ def check_data(recipe: Recipe) -> None:
         raise RecipeError("validation.every", f"{recipe.validation.every}, and data.valid names no dataset")
 
 
-def check_folder(recipe: Recipe) -> None:
-    folder = Path(recipe.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise RecipeError("run.dir", f"{folder} cannot be written: {error.strerror}") from error
+def check_folders(recipe: Recipe) -> None:
+    for key in ("run.dir", "data.cache"):
+        folder = recipe.get(key)
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            probe = Path(folder) / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise RecipeError(key, f"{folder} cannot be written: {error.strerror}") from error
 
 
 def state_bytes(recipe: Recipe) -> int:
@@ -280,6 +309,15 @@ def resolve_device(recipe: Recipe) -> str:
     if recipe.run.device == "auto":
         return "cuda" if available else "cpu"
     return recipe.run.device
+
+
+def check_backend(recipe: Recipe, device: str) -> None:
+    from forge_megatron import kernels
+
+    try:
+        kernels.resolve_backend(device, recipe.optimizer.backend)
+    except (ValueError, RuntimeError) as error:
+        raise RecipeError("optimizer.backend", str(error)) from error
 
 
 def check_gpus(recipe: Recipe) -> None:
@@ -325,10 +363,12 @@ def check(recipe: Recipe) -> str:
     check_data(recipe)
     check_tokenizer(recipe)
     check_optimizer(recipe)
-    check_folder(recipe)
+    check_folders(recipe)
     device = resolve_device(recipe)
     if device == "cuda":
         check_gpus(recipe)
     elif recipe.model.transformer_engine == "always":
         raise RecipeError("model.transformer_engine", "Transformer Engine has no CPU path: auto or never")
+    if recipe.optimizer.use_forge:
+        check_backend(recipe, device)
     return device

@@ -38,11 +38,21 @@ def _set_rng_state(state: dict) -> None:
     torch.cuda.set_rng_state(state["device"])
 
 
-# What decides the next sample, or what an optimizer reads from its checkpoint whatever the recipe says.
+# What decides the next sample, what weights of the same shapes compute, or what an optimizer reads from its checkpoint
+# whatever the recipe says.
 _FIXED = (
     "run.seed",
     "batch.total",
     "data.sequence_length",
+    "data.tokenizer",
+    "model.num_attention_heads",
+    "model.num_query_groups",
+    "model.kv_channels",
+    "model.position_embedding",
+    "model.rotary_base",
+    "model.normalization",
+    "model.norm_epsilon",
+    "model.activation",
     "optimizer.rule",
     "optimizer.beta1",
     "optimizer.beta2",

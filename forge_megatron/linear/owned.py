@@ -344,6 +344,7 @@ class Use:
         self.expect_current()
         return wanted
 
+    @torch._disable_dynamo
     def deliver(self, dy: Tensor, x: Tensor, borrowed: bool = False) -> None:
         """Hands over the factors of the weight gradient ``dYᵀ X`` (DESIGN: the granule's operands).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -137,11 +137,15 @@ class Rule:
         for name in ("lr", "eps", "weight_decay"):
             if name == "lr" or isinstance(self.defaults.get(name), Real):
                 self.require(group, name, 0.0)
+        for name, default in self.defaults.items():
+            # A text from a configuration file is always true.
+            if isinstance(default, bool) and group[name] not in (True, False):
+                raise ValueError(f"{self.name}: {name}={group[name]!r} is refused: give True or False")
         if "betas" in self.defaults:
-            count = len(self.defaults["betas"])
-            if len(group["betas"]) != count:
-                raise ValueError(f"{self.name}: betas={group['betas']!r} is refused: give {count} numbers")
-            for index, beta in enumerate(group["betas"]):
+            betas, count = group["betas"], len(self.defaults["betas"])
+            if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != count:
+                raise ValueError(f"{self.name}: betas={betas!r} is refused: give {count} numbers")
+            for index, beta in enumerate(betas):
                 _require(self.name, f"betas[{index}]", beta, 0.0, 1.0)
         if self.check is not None:
             self.check(self, group)
@@ -188,7 +192,8 @@ def _shipped() -> dict[str, str]:
 
 
 def _require(rule: str, name: str, value, low: float, high: float) -> None:
-    if not low <= float(value) < high or math.isinf(float(value)):
+    number = isinstance(value, (Real, torch.Tensor))
+    if not number or not low <= float(value) < high or math.isinf(float(value)):
         bounds = "" if low == -math.inf else f" of at least {low:g}"
         bounds += "" if high == math.inf else f" and below {high:g}"
         raise ValueError(f"{rule}: {name}={value!r} is refused: give a finite {name}{bounds}")

@@ -104,6 +104,28 @@ def test_detach_after_a_compiled_call():
     pair.expect_equal()
 
 
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}], ids=["immediate", "clipped"])
+def test_a_compiled_training_step(options):
+    """Backward and ``step()`` are called by what the compiler made of the function; it may not trace into either."""
+    pair = Pair(nn.Sequential(nn.Embedding(9, 8), Block(), nn.Linear(8, 9)), **options)
+
+    def step(x):
+        pair.model(x).square().mean().backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for seed in range(3):
+        x = torch.randint(0, 9, (5,), generator=torch.Generator().manual_seed(seed))
+        compiled(x)
+        pair.twin(x).square().mean().backward()
+        if pair.clip is not None:
+            nn.utils.clip_grad_norm_(pair.twin.parameters(), pair.clip)
+        pair.oracle.step()
+        pair.oracle.zero_grad()
+    pair.expect_equal()
+
+
 def test_gradients_set_to_none_do_not_recompile():  # field log row 76
     pair = Pair(Block())
     counter = CompileCounter()

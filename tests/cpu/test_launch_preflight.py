@@ -37,8 +37,9 @@ def refusal(recipe) -> config.RecipeError:
     return caught.value
 
 
-def test_a_good_recipe_passes(load):
-    assert preflight.check(load()) == "cpu"
+@pytest.mark.parametrize("override", ["optimizer.clip_grad=inf", "optimizer.backend=reference"])
+def test_a_good_recipe_passes(load, override):
+    assert preflight.check(load(override)) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,16 @@ def test_a_good_recipe_passes(load):
         (["model.activation=relu"], "model.activation", "swiglu"),
         (["model.num_layers=0"], "model.num_layers", "above 0"),
         (["optimizer.clip_grad=-1"], "optimizer.clip_grad", "negative"),
+        (["optimizer.clip_grad=nan"], "optimizer.clip_grad", "negative"),
+        (["optimizer.lr=inf"], "optimizer.lr", "finite"),
+        (["optimizer.beta2=1.0"], "optimizer.beta2", "below 1"),
+        (["optimizer.eps=-1e-8"], "optimizer.eps", "negative"),
+        (["optimizer.backend=cuda"], "optimizer.backend", "reference"),
+        (["optimizer.backend=hopper"], "optimizer.backend", "cannot run on cpu"),
+        (["optimizer.update=backward"], "optimizer.update", "optimizer.clip_grad=1.0, batch.total=8"),
+        (["run.seed=-1"], "run.seed", "negative"),
+        (["data.train_weights=[0.5,-0.5]"], "data.train_weights", "above 0"),
+        (["data.cache=/proc/cache"], "data.cache", "cannot be written"),
         (["model.hidden_size=66"], "model.hidden_size", "num_attention_heads=4"),
         (["parallel.tensor=3"], "model.num_attention_heads", "parallel.tensor=3"),
         (["parallel.tensor=4"], "model.num_query_groups", "parallel.tensor=4"),
@@ -195,7 +206,7 @@ def test_the_command_ends_in_one_line_and_exit_code_2(tmp_path):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=120)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [ended.stderr.strip()]
-    assert ended.stderr.startswith("launch: model.hidden_size: 66 does not divide")
+    assert ended.stderr.startswith("launch: model.hidden_size: 66 is not divisible")
     assert ended.stdout == ""
 
 

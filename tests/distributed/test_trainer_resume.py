@@ -75,7 +75,7 @@ def test_another_schedule_is_refused_by_its_key_or_taken_when_asked(arm, data, t
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 1e-3, 1e-3])
 
 
-@pytest.mark.parametrize("change", ["run.seed=5", "batch.total=8", "optimizer.beta2=0.99"])
+@pytest.mark.parametrize("change", ["run.seed=5", "batch.total=8", "model.rotary_base=500", "optimizer.beta2=0.99"])
 def test_what_a_run_cannot_change_is_refused_by_its_key(change, job_of_two_steps):
     key, value = change.split("=")
     assert f"{key}: {value} here, " in job_of_two_steps.run("run.steps=4", change, code=1)
