@@ -37,7 +37,7 @@ run: {dir: RUN, steps: 6, device: cpu}
 # The 0.19 wheel is for Python 3.12; unpacked for another, its core runs and its datasets do not.
 NO_INDEX_BUILDER = pytest.mark.skipif(
     preflight.index_builder() is None,
-    reason="NOT RUN: megatron-core's dataset index builder is compiled for another Python; make test-other runs these, with a python3.12",
+    reason="NOT RUN: megatron-core's dataset index builder is compiled for another Python; see make test-other",
 )
 
 
