@@ -60,6 +60,14 @@ def _count(environment: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
+def _port(environment: Mapping[str, str], default: int) -> int:
+    """MASTER_PORT, or ``default`` where it is not set."""
+    text = environment.get("MASTER_PORT") or str(default)
+    if not text.isdigit() or not 0 < int(text) < 2**16:
+        raise RecipeError("MASTER_PORT", f"{text!r} is no port: give a number from 1 to 65535")
+    return int(text)
+
+
 def _from_slurm(environment: Mapping[str, str], nodes: int) -> Rendezvous:
     tasks = _count(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     started = _count(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -76,9 +84,7 @@ def _from_slurm(environment: Mapping[str, str], nodes: int) -> Rendezvous:
     hosts = _hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", ""))
     if len(hosts) != nodes:
         raise RecipeError("SLURM_JOB_NODELIST", f"{len(hosts)} hosts ({', '.join(hosts)}) for {nodes} nodes")
-    port = _count(environment, "MASTER_PORT")
-    if port is None:
-        port = _FIRST_PORT + (_count(environment, "SLURM_JOB_ID") or 0) % _PORTS
+    port = _port(environment, _FIRST_PORT + (_count(environment, "SLURM_JOB_ID") or 0) % _PORTS)
     return Rendezvous(nodes, int(environment["SLURM_NODEID"]), environment.get("MASTER_ADDR") or hosts[0], port)
 
 
@@ -89,7 +95,13 @@ def _from_user(environment: Mapping[str, str], nodes: int) -> Rendezvous:
     rank = _count(environment, "NODE_RANK")
     if rank is None or rank >= nodes:
         raise RecipeError("NODE_RANK", f"{environment['NODE_RANK']!r} is not a node of parallel.nodes={nodes}")
-    return Rendezvous(nodes, rank, environment["MASTER_ADDR"], _count(environment, "MASTER_PORT") or _FIRST_PORT)
+    return Rendezvous(nodes, rank, environment["MASTER_ADDR"], _port(environment, _FIRST_PORT))
+
+
+def _is_reachable(address: str) -> bool:
+    """From another node: neither a loopback nor the address of no machine (``0.0.0.0``)."""
+    parsed = ipaddress.ip_address(address.split("%")[0])
+    return not (parsed.is_loopback or parsed.is_unspecified)
 
 
 def resolve(host: str, seconds: float = _RESOLVE_SECONDS) -> list[str]:
@@ -111,7 +123,7 @@ def resolve(host: str, seconds: float = _RESOLVE_SECONDS) -> list[str]:
                     "node's address",
                 ) from error
             time.sleep(min(1.0, seconds))
-    if all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found):
+    if not any(_is_reachable(address) for address in found):
         raise RecipeError(
             "MASTER_ADDR",
             f"{host} resolves to {', '.join(found)} on {socket.gethostname()}, which other nodes cannot reach: give "

@@ -81,7 +81,7 @@ def test_master_addr_may_be_a_short_name_or_an_address(recipe, scontrol, given):
     assert (place.host, place.port) == (given, 29500)
 
 
-@pytest.mark.parametrize("answer", ["127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("answer", ["127.0.0.1", "127.0.1.1", "::1", "0.0.0.0"])
 def test_a_loopback_answer_is_refused(recipe, scontrol, monkeypatch, answer):
     names(monkeypatch, {**scontrol, "gpu07": answer})
     error = refusal(recipe(), TWO_NODES)
@@ -114,6 +114,8 @@ def test_a_name_that_resolves_late_is_taken(monkeypatch):
         ({"SLURM_GPUS_ON_NODE": "4"}, "parallel.tensor", "8 ranks on a node, and SLURM gave it 4 GPUs"),
         ({"SLURM_JOB_NODELIST": "gpu[07-09]"}, "SLURM_JOB_NODELIST", "scontrol"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_NTASKS", "--ntasks-per-node=1"),
+        ({"MASTER_PORT": "ssh"}, "MASTER_PORT", "'ssh' is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT", "1 to 65535"),
     ],
 )
 def test_sizes_that_do_not_add_up(recipe, scontrol, change, key, said):
