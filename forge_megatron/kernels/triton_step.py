@@ -14,23 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.code import as_bytes
-from .slot import Slot
+from .slot import Slot, layout
+from .step_tables import BLOCK, device_table, row_of
 from .triton_epilogue import by_blocks, step_coordinates
 from .triton_language import TL_DTYPES, compiled_codes, compiled_update, load_scalars
 from .triton_noise import block_bits, flat_bits
-from .uploads import is_capturing, upload
 
-#: Elements that one program steps.
-BLOCK = 2048
 NUM_WARPS = 8
 
 #: Programs whose partial norms are summed side by side.
 LANES = 1024
-
-#: Tables that are kept on the device: one for each group of a sharded model, whose gradients come to lie in few places.
-MAX_TABLES = 1024
-
-_tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
 
 @triton.jit
@@ -135,6 +128,13 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
             if slot.norm_sq is not None:
                 slot.norm_sq.data.zero_()
             continue
+        # Whatever else the launch reads of a slot stays as it is for as long as its memo.
+        met = layout(grad), slot.rule, slot.norm_sq is None
+        known = slot.memo.get("row")
+        if known is not None and known[0] == met:
+            groups[known[1]].append((slot, grad, known[2]))
+            continue
+        given = grad
         dense, grad = _densify(slot, grad)
         if dense is not slot:
             staged.append((slot, dense))
@@ -153,7 +153,10 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
             None if slot.noise is None else slot.noise.is_grouped,
             aligned,
         )
-        groups[key].append((dense, grad))
+        row = row_of(dense, grad)
+        if dense is slot and grad is given:
+            slot.memo["row"] = met, key, row
+        groups[key].append((dense, grad, row))
     for key, members in groups.items():
         _launch(*key, *zip(*members, strict=True), multiplier)
     for slot, dense in staged:
@@ -174,10 +177,11 @@ def _launch(
     aligned,
     slots,
     grads,
+    rows,
     multiplier,
 ) -> None:
     device = slots[0].weight.device
-    table, owners = _device_table(slots, grads)
+    table, owners = device_table(rows, grads)
     partials = None
     if any(slot.norm_sq is not None for slot in slots):
         partials = torch.empty(owners.shape, dtype=torch.float32, device=device)
@@ -205,41 +209,6 @@ def _launch(
     )
     if partials is not None:
         sum_partials_kernel[(len(slots),)](table, partials, COLUMNS=table.shape[1], LANES=LANES)
-
-
-def _device_table(slots: Sequence[Slot], grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return ``(table, owners)``: a row of addresses a slot, and each program's row."""
-    rows = []
-    first = 0
-    for slot, grad in zip(slots, grads, strict=True):
-        blocks = triton.cdiv(grad.numel(), BLOCK)
-        if slot.is_scaled:
-            blocks = triton.cdiv(slot.blocks, BLOCK // 64)
-        norm_sq = 0 if slot.norm_sq is None else slot.norm_sq.data_ptr()
-        weight, *rest = (tensor.data_ptr() for _, tensor in slot.tensors())
-        noise = 0 if slot.noise is None else slot.noise.words.data_ptr()
-        columns = slot.weight.shape[-1] if slot.weight.dim() else 1
-        addresses = (slot.scalars.data_ptr(), weight, grad.data_ptr(), noise, columns, *rest)
-        of_weight = () if slot.weight_scale is None else (slot.weight_scale,)
-        scales = (scale.data_ptr() for scale in (*slot.scales, *of_weight))
-        rows.append((blocks, first, grad.numel(), norm_sq, *addresses, *scales))
-        first += blocks
-    device = slots[0].weight.device
-    if is_capturing(device):
-        # What is forgotten below would still be read by a graph.
-        return _upload(rows, device)
-    key = (device, *rows)
-    if key not in _tables:
-        if len(_tables) >= MAX_TABLES:
-            _tables.clear()
-        _tables[key] = _upload(rows, device)
-    return _tables[key]
-
-
-def _upload(rows: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    host = torch.tensor(rows, dtype=torch.int64)
-    owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), host[:, 0])
-    return upload(host, device), upload(owners, device)
 
 
 def _densify(slot: Slot, grad: Tensor) -> tuple[Slot, Tensor]:

@@ -174,14 +174,14 @@ def test_ties_are_stored_to_even(backend):
 
 def test_a_step_finds_its_table_again():
     """Same addresses, same table: what a captured step needs. Another gradient's address makes another table."""
-    from forge_megatron.kernels import triton_step
+    from forge_megatron.kernels import step_tables
 
     before, grads = multi_tensor_slots([(64,), (32,)], [STORAGE[0]] * 2)
     slots = [move_slot(slot) for slot in before]
     grads = [grad.to(DEVICE) for grad in grads]
-    triton_step._tables.clear()
+    step_tables._tables.clear()
     counts = []
     for current in (grads, grads, [grad.clone() for grad in grads]):
         step(slots, current, backend="triton")
-        counts.append(len(triton_step._tables))
+        counts.append(len(step_tables._tables))
     assert counts == [1, 1, 2]

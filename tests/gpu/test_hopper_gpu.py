@@ -153,18 +153,19 @@ def test_a_hopper_step_is_deterministic(config):
         assert all(torch.equal(a, b) for a, b in zip(first, outputs(MANY_TILES, "hopper", built), strict=True))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [MANY_TILES, *SEGMENTS], ids=str)
-def test_a_later_launch_is_as_the_first(case):
+def test_a_later_launch_is_as_the_first(case, backend):
     """Triton converts the arguments of the first launch only."""
     built = kernel_cases.build(case)
     slot, segments, _, multiplier = kernel_cases.move("cuda", *built)
     doubled = None if multiplier is None else multiplier * 2
-    wgrad_step(slot, [(dy * 2, x * 2) for dy, x in segments], multiplier=doubled, backend="hopper")
+    wgrad_step(slot, [(dy * 2, x * 2) for dy, x in segments], multiplier=doubled, backend=backend)
     for (_, tensor), (_, before) in zip(slot.tensors(), built[0].tensors(), strict=True):
         tensor.copy_(before)
-    wgrad_step(slot, segments, multiplier=multiplier, backend="hopper")
+    wgrad_step(slot, segments, multiplier=multiplier, backend=backend)
     written = [*(tensor for _, tensor in slot.tensors()), slot.norm_sq]
-    assert all(torch.equal(a, b) for a, b in zip(written, outputs(case, "hopper", built), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(written, outputs(case, backend, built), strict=True))
 
 
 def chosen(case):
