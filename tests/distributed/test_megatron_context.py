@@ -73,6 +73,9 @@ CASES = {
     "clipped": replace(BASE, clip=0.05),
     "micro-batches, fused head, tied": replace(BASE, micro_batches=2, tied=True, fused_head=True),
     "per-token loss": replace(BASE, micro_batches=2, model={"calculate_per_token_loss": True}),
+    "distributed optimizer": replace(
+        BASE, ddp={"use_distributed_optimizer": True}, optimizer={"use_distributed_optimizer": True}
+    ),
     "overlap": replace(BASE, clip=0.0, ddp={"overlap_grad_reduce": True, "bucket_size": 256}),
 }
 COMPOSED = ("in backward", "micro-batches, fused head, tied", "per-token loss")
@@ -113,6 +116,12 @@ def _beside_tensor() -> dict:
         return {"pairs": _pairs(COMPOSED, KINDS[:1], sequence_parallel=True)}
 
 
+@workers
+def _beside_pipeline() -> dict:
+    with layout(tp=1, pp=2, cp=2):
+        return {"pairs": _pairs(COMPOSED[1:], KINDS[:1])}
+
+
 @pytest.fixture(scope="module")
 def results():
     return workers.results(4)
@@ -138,7 +147,8 @@ def test_attention_equals_the_dense_formula(results, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"), [("_context", (1, 2, 3)), ("_beside_data", (1, 2, 3)), ("_beside_tensor", (2,))]
+    ("name", "replicas"),
+    [("_context", (1, 2, 3)), ("_beside_data", (1, 2, 3)), ("_beside_tensor", (2,)), ("_beside_pipeline", (1,))],
 )
 def test_trains_like_megatron(results, name, replicas):
     """With its own optimizer on the same ranks, with the same attention; replicas are bit-equal."""
@@ -155,6 +165,7 @@ def test_trains_like_megatron(results, name, replicas):
 def test_trains_like_one_process_that_has_the_whole_sequence(results, dense):
     for case, (_, ours) in results["_context"][0]["pairs"].items():
         _expect_equal(dense[case[0]], ours, case)
-    for case, (_, ours) in results["_beside_tensor"][0]["pairs"].items():
-        assert gap(dense[case[0]]["losses"], ours["losses"]) <= LOSS, case
-        assert ours["norms"] == pytest.approx(dense[case[0]]["norms"], rel=1e-5), case
+    for name in ("_beside_tensor", "_beside_pipeline"):
+        for case, (_, ours) in results[name][-1]["pairs"].items():
+            assert gap(dense[case[0]]["losses"], ours["losses"]) <= LOSS, (name, case)
+            assert ours["norms"] == pytest.approx(dense[case[0]]["norms"], rel=1e-5), (name, case)
