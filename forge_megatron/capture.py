@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from forge_megatron import kernels
+from forge_megatron.discarding import Discarding
 from forge_megatron.linear.counts import raise_counts
-from forge_megatron.stepping import Stepping
 
 
 class CudaGraphs:
@@ -74,7 +74,7 @@ class Recording:
     measured: tuple[Tensor, Tensor | None]
 
 
-class Capturing(Stepping):
+class Capturing(Discarding):
     """An optimizer whose step can be captured."""
 
     _graphs: CudaGraphs | None = None

@@ -60,6 +60,7 @@ class ForgeOptimizer(Capturing):
         backend: ``"auto"``, ``"triton"`` or ``"reference"``.
         process_group: the data-parallel ranks, whose gradients are summed in buckets that are stepped on arrival. What
             has a ``.grad``, which stays this rank's own, is summed in ``step()``; all ranks call it equally often.
+        gradient_scale: of every gradient, such as one over the ranks whose losses are averaged; norms have it too.
         sharding: ``"states"`` (ZeRO): a rank, and its ``state_dict()``, holds its rows of the states; or ``"none"``.
         buckets: their size, number and wire dtype, the mean or the sum.
         shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
@@ -86,6 +87,7 @@ class ForgeOptimizer(Capturing):
         clip: str = "global",
         waiting: bool = False,
         skip: str = "flag",
+        gradient_scale: float = 1.0,
         seed: int = 0,
         backend: str = "auto",
         process_group: dist.ProcessGroup | None = None,
@@ -104,6 +106,7 @@ class ForgeOptimizer(Capturing):
             clip=clip,
             waiting=waiting,
             skip=skip,
+            gradient_scale=gradient_scale,
             process_group=process_group,
             sharding=sharding,
             buckets=buckets,
@@ -123,7 +126,7 @@ class ForgeOptimizer(Capturing):
         self._had_gradient: set[Tensor] = set()
         self._zeroed: set[Tensor] = set()
         self._sums = across_ranks(self._plan, backend, self)
-        now, later = self._sums or FusedStep(backend), KeepFactors(backend)
+        now, later = self._sums or FusedStep(backend, gradient_scale), KeepFactors(backend)
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         self._shards = FullySharded(shards, waits=waits, micro_batches=micro_batches, backend=backend, client=self)
@@ -253,56 +256,6 @@ class ForgeOptimizer(Capturing):
         for p in self._parameters.without_states():
             self.admit(p)
         self._parameters.open_window()
-
-    # ---- discarding
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what waits for ``step()``, as torch discards ``.grad``.
-
-        Raises:
-            RuntimeError: a weight has already been updated since the last ``step()``.
-        """
-        held = self._had_gradient | {owned.weight for owned in self.owned.values() if owned.factors}
-        for book in self._books:
-            book.discard_window()
-        self._drop_sums()
-        self._gradients.close_window()
-        self._parameters.reopen_window()
-        self._had_gradient = set() if set_to_none else held
-        self._zeroed = set(self._had_gradient)
-        self._limit = self._measured_after = None
-        super().zero_grad(set_to_none)
-
-    def rollback(self, *, accept: bool = False) -> bool:
-        """Leaves a window that was broken off, in backward or in ``step()``, by an exception or an interrupt.
-
-        Drops kept factors, accumulators and every ``.grad``, so that their memory is free. Where updates wait for
-        ``step()`` (``skip="atomic"``, ``waiting``, ``clip_grad_norm``, ``accumulation_steps``) nothing has changed,
-        and training goes on with the next batch.
-
-        Args:
-            accept: keep the updates that have been made as a step of those weights alone.
-
-        Returns:
-            Whether training can go on. False: weights have been updated already, in backward or by an interrupted
-            ``step()``; every use is an error from now on, until ``load_state_dict`` (of the model too) or
-            ``rollback(accept=True)``.
-
-        Raises:
-            RuntimeError: called inside backward.
-        """
-        if accept and self._sums is not None:
-            raise NotImplementedError("rollback(accept=True) with process_group= is not built; load a checkpoint")
-        super().zero_grad(set_to_none=True)
-        self._drop_sums()
-        self._gradients.close_window()
-        self._had_gradient.clear()
-        self._zeroed.clear()
-        self._limit = self._measured_after = None
-        restored = [book.roll_back(accept=accept) for book in self._books]
-        self._parameters.advance_running()
-        self._parameters.reopen_window()
-        return all(restored)
 
     # ---- switching off
 

@@ -64,8 +64,12 @@ class Reports(torch.optim.Optimizer):
 
     @property
     def last_norms_sq(self) -> Tensor:
-        """Σ g² of each parameter's gradient in the last step, fp32 ``[parameters]``, in the order of :attr:`names`."""
-        return self._measured[0]
+        """Σ g² of each parameter's gradient in the last step, fp32 ``[parameters]``, in the order of :attr:`names`.
+
+        In the units of :attr:`grad_norm`, before clipping.
+        """
+        norms_sq, scale = self._measured
+        return norms_sq if scale is None else norms_sq * scale.square()
 
     @contextmanager
     def measuring_updates(self) -> Iterator[None]:

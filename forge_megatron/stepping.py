@@ -151,6 +151,9 @@ class Stepping(AcrossRanks):
         scale = None
         if gradient_multiplier is not None:
             scale = torch.as_tensor(gradient_multiplier, dtype=torch.float32, device=device)
+        if self._scale_of_measured != 1.0:
+            factor = torch.full((), self._scale_of_measured, device=device)
+            scale = factor if scale is None else scale * factor
         atomic = self._plan.atomic or scaling is not None
         if self._limit is None and self._plan.clip_grad_norm is None and not atomic:
             return Decision(scale, scale=scale)
@@ -230,4 +233,9 @@ class Stepping(AcrossRanks):
         pending = self._across_ranks(self._pending())
         with torch.no_grad():
             self._measure(pending)
-            return self._parameters.norms_sq()
+            return self._parameters.norms_sq() * self._scale_of_measured**2
+
+    @property
+    def _scale_of_measured(self) -> float:
+        """What is left of ``gradient_scale`` after the norms were measured: sums over ranks have it."""
+        return self._plan.gradient_scale if self._sums is None else 1.0

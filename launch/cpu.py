@@ -55,7 +55,11 @@ class _Stream:
     def wait_stream(self, other: object) -> None:
         pass
 
-    wait_event = record_event = wait_stream
+    wait_event = wait_stream
+
+    def record_event(self, event: object = None) -> _Stream:
+        """Itself, which has nothing to wait for."""
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -67,6 +71,11 @@ def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool 
 
 def _set_rng_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(state)
+
+
+def _on_the_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+    """Of the sizes that experts' tokens are sent by: they are there already."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _rng_tracker():
@@ -111,7 +120,10 @@ def _patch_megatron() -> None:
     # jit_fuser is torch.compile, which would ask a fresh machine for a C++ compiler.
     jit.disable_jit_fuser()
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = torch.cuda.current_stream()
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_the_host
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
     random._CUDA_RNG_STATE_TRACKER = _rng_tracker()

@@ -38,17 +38,18 @@ class PartialSums(Members):
         backend: of the kernels.
         client: the optimizer, weakly held.
         waits: everything is summed in ``step()``.
+        scale: of every gradient.
     """
 
     #: Stretches of a bucket, and whether weights are gathered in it.
     parts = 1
     gathered = False
 
-    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool):
+    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool, scale: float):
         super().__init__(ranks, options, client)
         self.backend = backend
         self._waits = waits
-        self._scale = 1.0 / ranks.size if options.average else 1.0
+        self._scale = scale / ranks.size if options.average else scale
         self._pipeline: Pipeline | None = None
         self._late: set[Tensor] = set()
         self._window = Window()

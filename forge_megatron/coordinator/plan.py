@@ -21,6 +21,7 @@ class Plan:
         clip_grad_norm: largest gradient norm; None: no clipping.
         clip_each: of every parameter by itself, not of all together.
         atomic: a gradient that is not finite skips the whole step.
+        gradient_scale: of every gradient.
         process_group: the ranks that each hold a part of every gradient; None: each is complete here.
         sharding: "none", or "states": each rank holds a part of them.
         buckets: in which gradients are summed over the group.
@@ -31,6 +32,7 @@ class Plan:
     clip_grad_norm: float | None
     clip_each: bool
     atomic: bool
+    gradient_scale: float = 1.0
     process_group: dist.ProcessGroup | None = None
     sharding: str = "none"
     buckets: Buckets = field(default_factory=Buckets)
@@ -43,6 +45,7 @@ def plan(
     clip: str = "global",
     waiting: bool = False,
     skip: str = "flag",
+    gradient_scale: float = 1.0,
     process_group: dist.ProcessGroup | None = None,
     sharding: str = "none",
     buckets: Buckets | None = None,
@@ -57,6 +60,7 @@ def plan(
         waiting: keep every weight's factors although nothing else asks for it (a late scale).
         skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state; ``"atomic"``: every
             coordinate does then.
+        gradient_scale: what every gradient is multiplied by, above 0.
         process_group: ranks that each hold a part of the tokens.
         sharding: ``"none"``: weights and states on every rank of the group; ``"states"``: each holds its rows of the
             states; ``"full"``: as ``fully_shard`` has sharded them.
@@ -77,6 +81,10 @@ def plan(
         raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
         raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
+    if not 0 < gradient_scale < math.inf:
+        raise ValueError(f"gradient_scale={gradient_scale!r}; give a number above 0")
+    if gradient_scale != 1.0 and sharded:
+        raise NotImplementedError("gradient_scale= with weights that fully_shard has sharded; scale the loss")
     if accumulation_steps is not None and (
         isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
     ):
@@ -91,7 +99,7 @@ def plan(
     atomic = skip == "atomic"
     waits = waiting or atomic or limit is not None or accumulation_steps != 1
     ranks = process_group, sharding, buckets or Buckets()
-    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, *ranks)
+    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale, *ranks)
 
 
 def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:

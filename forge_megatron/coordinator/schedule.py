@@ -17,5 +17,5 @@ def across_ranks(plan: Plan, backend: str, client: Client) -> PartialSums | None
     buckets = plan.buckets
     ranks = Ranks(plan.process_group, buckets.timeout, buckets.deterministic)
     return (ShardedStates if plan.sharding == "states" else Replicated)(
-        ranks, buckets, backend, client, waits=plan.waits
+        ranks, buckets, backend, client, waits=plan.waits, scale=plan.gradient_scale
     )

@@ -25,8 +25,8 @@ class ShardedStates(PartialSums):
 
     gathered = True
 
-    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool):
-        super().__init__(ranks, options, backend, client, waits=waits)
+    def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool, scale: float):
+        super().__init__(ranks, options, backend, client, waits=waits, scale=scale)
         self.parts = ranks.size
 
     def rows(self, p: Tensor) -> slice:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from forge_megatron import kernels
@@ -36,17 +37,30 @@ class Now(Sink, Protocol):
 
 
 class FusedStep:
-    """The gradient is complete here and now: one launch forms each tile and steps it in registers."""
+    """The gradient is complete here and now: one launch forms each tile and steps it in registers.
 
-    def __init__(self, backend: str = "auto"):
+    Args:
+        backend: of the kernels.
+        scale: of every gradient.
+    """
+
+    def __init__(self, backend: str = "auto", scale: float = 1.0):
         self.backend = backend
+        self._scale = scale
+        self._multipliers: dict[torch.device, Tensor] = {}
 
     def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
         # From here on, an interrupt leaves a weight that may have been stepped.
         owned.updated = True
-        kernels.wgrad_step(owned.slot, segments, backend=self.backend)
+        multiplier = None if self._scale == 1.0 else self._multiplier(owned.weight.device)
+        kernels.wgrad_step(owned.slot, segments, multiplier=multiplier, backend=self.backend)
         owned.uncounted = True
         owned.mark_updated()
+
+    def _multiplier(self, device: torch.device) -> Tensor:
+        if device not in self._multipliers:
+            self._multipliers[device] = torch.tensor(self._scale, dtype=torch.float32, device=device)
+        return self._multipliers[device]
 
     def accepts(self, owned: OwnedWeight) -> bool:
         return True

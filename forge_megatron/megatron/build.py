@@ -9,25 +9,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rerun_state_machine import RerunMode
-from torch import nn
+from torch import Tensor, nn
 
 from forge_megatron import rules
-from forge_megatron.coordinator import Buckets
 from forge_megatron.formats import RECIPES
+from forge_megatron.megatron import domains
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
+from forge_megatron.megatron.domains import Domain
 from forge_megatron.megatron.head import fuse, models_with_head
 from forge_megatron.megatron.matrices import expect_steppable_by_rows, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
-from forge_megatron.megatron.stages import expect_weights_on_every_stage
+from forge_megatron.megatron.stages import expect_experts_on_every_stage, expect_weights_on_every_stage
 from forge_megatron.megatron.switches import Facts, check, reasons_to_wait
 from forge_megatron.megatron.wholes import wholes
 from forge_megatron.optimizer import ForgeOptimizer
@@ -81,12 +81,15 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object, fused_h
     heads = models_with_head(model_chunks) if fused_head else []
     conversions = [convert(chunk) for chunk in model_chunks]
     reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
+    owned, device = _owned(conversions), next(model_chunks[0].parameters()).device
+    experts = sum(map(domains.is_expert, owned))
     expect_weights_on_every_stage(
-        sum(len(conversion.owned) for conversion in conversions),
+        len(owned) - experts,
         f"FORGE found no weight that it can step ({'; '.join(sorted(reasons))}); "
         "with Transformer Engine, build the model from forge_megatron.megatron.spec",
-        next(model_chunks[0].parameters()).device,
+        device,
     )
+    expect_experts_on_every_stage(experts, device)
     for model in heads:
         fuse(model)
     for conversion in conversions:
@@ -134,9 +137,7 @@ def get_forge_optimizer(
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
-    buckets = _buckets(facts)
-    sharding = "states" if buckets is not None and facts.any("use_distributed_optimizer") else "none"
-    if sharding == "states":
+    if domains.dense().sharding(facts) == "states":
         expect_steppable_by_rows(_rule(config, options), options.recipe)
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
@@ -147,13 +148,18 @@ def get_forge_optimizer(
     finally:
         for conversion in conversions:
             conversion.include()
-    dense, *experts = theirs.chained_optimizers if isinstance(theirs, ChainedOptimizer) else [theirs]
-    layout = _layout(config, model_chunks, config_overrides, conversions)
-    forge = _forge(config, options, layout, conversions, model_chunks, waits, buckets, sharding)
-    optimizer = ForgeMegatronOptimizer(dense, forge, layout, waits=waits)
+    paired, alone = domains.split(theirs, config, model_chunks, _owned(conversions))
+    groups, names = _groups(config, model_chunks, config_overrides)
+    optimizers = []
+    for domain, beside in paired:
+        owned = domain.of(_owned(conversions))
+        members = [group for group in groups if group["is_expert_parallel"] == domain.is_expert]
+        layout = Layout(members, names, frozenset(map(id, owned)), domain.named_group)
+        forge = _forge(config, options, layout, owned, model_chunks, waits, domain, facts)
+        optimizers.append(ForgeMegatronOptimizer(beside, forge, layout, waits=waits, tp_group=domain.tensor_group))
     for chunk in model_chunks:
-        observe(chunk, optimizer)
-    return ForgeChainedOptimizer([optimizer, *experts])
+        observe(chunk, optimizers)
+    return ForgeChainedOptimizer([*optimizers, *alone])
 
 
 def _choose_update(update: str, reasons: list[str]) -> bool:
@@ -184,13 +190,14 @@ def _facts(
     )
 
 
-def _layout(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    config_overrides: dict | None,
-    conversions: Sequence[Conversion],
-) -> Layout:
-    """Megatron's own grouping (decay, learning rate and its multipliers) over all dense parameters."""
+def _owned(conversions: Iterable[Conversion]) -> list[Tensor]:
+    return [weight for conversion in conversions for weight in conversion.owned.values()]
+
+
+def _groups(
+    config: OptimizerConfig, model_chunks: Sequence[nn.Module], config_overrides: dict | None
+) -> tuple[list[dict[str, Any]], dict[Tensor, str]]:
+    """Megatron's own grouping (decay, learning rate and its multipliers) over all parameters, and their names."""
     if config_overrides is None and "get_standard_config_overrides" in vars(megatron_optimizer):
         config_overrides = megatron_optimizer.get_standard_config_overrides(config)
     groups = megatron_optimizer._get_param_groups(list(model_chunks), config, config_overrides)
@@ -198,22 +205,7 @@ def _layout(
     for model in map(unwrap, model_chunks):
         known = global_names(model)
         names.update((p, known[name]) for name, p in model.named_parameters())
-    owned = frozenset(id(p) for conversion in conversions for p in conversion.owned.values())
-    return Layout([group for group in groups if not group["is_expert_parallel"]], names, owned)
-
-
-def _buckets(facts: Facts) -> Buckets | None:
-    """How owned gradients are summed over the ranks over which Megatron's DDP sums the others; None: one rank.
-
-    The mean as Megatron's ``gradient_scaling_factor``; with ``calculate_per_token_loss`` the sum, which is divided by
-    the tokens of all ranks at ``step()``.
-    """
-    if parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1:
-        return None
-    return Buckets(
-        wire_dtype=torch.float32 if facts.any("grad_reduce_in_fp32") else None,
-        average=not facts.any("calculate_per_token_loss"),
-    )
+    return groups, names
 
 
 def _is_stochastic(recipe: str | None) -> bool:
@@ -228,17 +220,17 @@ def _forge(
     config: OptimizerConfig,
     options: ForgeOptions,
     layout: Layout,
-    conversions: Sequence[Conversion],
+    owned: Sequence[Tensor],
     model_chunks: Sequence[nn.Module],
     waits: bool,
-    buckets: Buckets | None,
-    sharding: str,
+    domain: Domain,
+    facts: Facts,
 ) -> ForgeOptimizer:
-    owned = [weight for conversion in conversions for weight in conversion.owned.values()]
+    buckets = domain.buckets(facts)
     rule = _rule(config, options)
     model = unwrap(model_chunks[0]).config
     groups: list[dict[str, Any]] = []
-    places = None if rule.regime == "fused" else wholes(model_chunks, owned)
+    places = None if rule.regime == "fused" else wholes(model_chunks, owned, domain.tensor_group)
     for group in layout.groups:
         members = [(layout.names[p], p) for p in group["params"] if layout.owns(p)]
         if members:
@@ -255,9 +247,10 @@ def _forge(
         wholes=places,
         waiting=waits,
         accumulation_steps=None if waits else 1,
+        gradient_scale=domains.scale(facts),
         buckets=buckets,
-        sharding=sharding,
-        process_group=None if buckets is None else parallel_state.get_data_parallel_group(with_context_parallel=True),
+        sharding=domain.sharding(facts),
+        process_group=None if buckets is None else domain.data_group,
     )
     for weight in owned:
         forge.own(weight, layout.names[weight])

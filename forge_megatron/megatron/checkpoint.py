@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
@@ -39,17 +38,19 @@ _MEMBERS = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Layout:
-    """The dense parameters in the order of the optimizer of a run without FORGE.
+    """The parameters of one of Megatron's optimizers (dense, or experts) in the order of a run without FORGE.
 
     Attributes:
         groups: ``_get_param_groups``' groups, all parameters in them.
         names: parameter to global name.
         owned: the ids of the parameters that FORGE steps.
+        group: the ranks that together have each name once.
     """
 
     groups: list[dict[str, Any]]
     names: dict[Tensor, str]
     owned: frozenset[int]
+    group: dist.ProcessGroup
 
     def parameters(self) -> list[Tensor]:
         """The model's parameters; the position is the id in a state dict."""
@@ -141,7 +142,8 @@ def _split_steps(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -> t
     """The step count that most parameters of all stages share, and the names of those that differ (frozen a while)."""
     parameters = optimizer.layout.parameters()
     names = optimizer.layout.names
-    steps = over_stages({names[parameters[i]]: int(entry["step"]) for i, entry in state.items() if "step" in entry})
+    counted = {names[parameters[i]]: int(entry["step"]) for i, entry in state.items() if "step" in entry}
+    steps = over_stages(counted, optimizer.layout.group)
     if not steps:
         return None, {}
     counts = sorted(steps.values())
@@ -161,18 +163,7 @@ def _take_unsharded(optimizer: ForgeMegatronOptimizer, state: dict[int, dict]) -
         own = [key for key, value in entry.items() if key != "step" and value.shape not in shapes]
         if own:
             taken[layout.names[parameter]] = {key: entry.pop(key).cpu() for key in own}
-    return over_stages(taken)
-
-
-def _of_all_stages(unsharded: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """What the first rank writes for all; a collective of the pipeline's stages."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return unsharded
-    mine = {name: {key: value.cpu() for key, value in entry.items()} for name, entry in unsharded.items()}
-    stages: list[dict] = [{}] * group.size()
-    dist.all_gather_object(stages, mine, group=group)
-    return {name: entry for stage in stages for name, entry in stage.items()}
+    return over_stages(taken, layout.group)
 
 
 def state_dict(optimizer: ForgeMegatronOptimizer) -> dict[str, Any]:
@@ -205,7 +196,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
     parameters = optimizer.layout.parameters()
     shards = get_param_id_to_sharded_param_map(model_state, parameters)
     common_step, differing = _split_steps(optimizer, merged["state"])
-    unsharded = _of_all_stages(_take_unsharded(optimizer, merged["state"]))
+    unsharded = _take_unsharded(optimizer, merged["state"])
     merged["state"] = {
         position: {
             name: _sharded(optimizer, shards[position], parameters[position], value, f"optimizer.state.{name}")
@@ -218,7 +209,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         group["params"] = LocalNonpersistentObject(group["params"])
     if common_step is not None:
         merged["state"]["common_step"] = common_step
-    if groups := over_stages(merged.pop("forge_groups", {})):
+    if groups := over_stages(merged.pop("forge_groups", {}), optimizer.layout.group):
         merged["forge_groups"] = groups
     if differing:
         merged["forge_steps"] = differing

@@ -7,14 +7,17 @@ stays with Megatron's optimizer; :class:`Conversion` keeps the reason.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 
 from forge_megatron.linear import has_gradient_hook
 from forge_megatron.linear.ownership import FUSABLE_DTYPES
+from forge_megatron.megatron.domains import is_expert
 from forge_megatron.megatron.layers import (
     ForgeColumnParallelLinear,
     ForgeRowParallelLinear,
@@ -60,20 +63,24 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
-    """Parameter names with the layer's number in the whole model, whatever the pipeline stage.
+    """Parameter names with the layer's and the expert's number in the whole model, whatever this rank has of it.
 
     Returns:
-        Name in ``model.named_parameters()`` to its name with ``layers.<global number>``.
+        Name in ``model.named_parameters()`` to its name with ``layers.<global number>`` and
+        ``local_experts.<global number>``.
     """
-    numbered = {
-        name: f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number")
-    }
+    numbers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number"):
+            numbers[name] = module.layer_number - 1
+        if isinstance(module, SequentialMLP):
+            first = module.ep_group.rank() * module.num_local_experts
+            numbers.update((f"{name}.local_experts.{i}", first + i) for i in range(module.num_local_experts))
     names = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        prefix = next((known for known in numbered if name.startswith(known + ".")), None)
-        names[name] = name if prefix is None else numbered[prefix] + name[len(prefix) :]
+        parts = name.split(".")
+        prefixes = itertools.accumulate(parts, "{}.{}".format)
+        names[name] = ".".join(str(numbers.get(prefix, part)) for prefix, part in zip(prefixes, parts, strict=True))
     return names
 
 
@@ -86,14 +93,15 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
     """None if FORGE steps ``weight`` in the backward of ``module``."""
     if type(module) not in _SWAP and type(module) not in _SWAP.values():
         return f"{type(module).__name__} is not a linear or an embedding that FORGE knows"
-    if getattr(module, "is_expert", False) and module.tp_group.size() != _tensor_parallel_size():
+    in_experts = getattr(module, "is_expert", False)
+    if is_expert(weight) and not in_experts:
+        return "its data-parallel group is not the dense one"
+    if in_experts and not is_expert(weight) and module.tp_group.size() != _tensor_parallel_size():
         return "expert weight whose tensor parallelism is not that of dense weights: its gradient is a partial sum"
     if type(weight) is not nn.Parameter:
         return f"the weight is a {type(weight).__name__}"
     if getattr(weight, "is_gtp_weight_remat", False):
         return "sharded once more by gtp_weight_remat"
-    if not getattr(weight, "allreduce", True):
-        return "its data-parallel group is not the dense one"
     if getattr(weight, "grad_norm_group", None) is not None:
         return f"clipped by a norm of its own ({weight.grad_norm_group})"
     if getattr(weight, "shared_embedding", False):

@@ -5,6 +5,7 @@ Wraps methods of the DDP *instance*: Megatron's training loop overwrites the hoo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
     from forge_megatron.megatron.optimizer import ForgeMegatronOptimizer
 
 
-def observe(chunk: nn.Module, optimizer: ForgeMegatronOptimizer) -> None:
+def observe(chunk: nn.Module, optimizers: Sequence[ForgeMegatronOptimizer]) -> None:
     """Passes the per-token scale, which Megatron applies to its gradient buffers, on to the owned weights.
 
     Args:
         chunk: the DDP wrapper of one model chunk; a module without ``scale_gradients`` is left alone.
-        optimizer: told the factor.
+        optimizers: told the factor.
     """
     scale_gradients = getattr(chunk, "scale_gradients", None)
     if scale_gradients is None:
@@ -26,6 +27,7 @@ def observe(chunk: nn.Module, optimizer: ForgeMegatronOptimizer) -> None:
 
     def scale_all(scaling_factor) -> None:
         scale_gradients(scaling_factor)
-        optimizer.set_gradient_scale(scaling_factor)
+        for optimizer in optimizers:
+            optimizer.set_gradient_scale(scaling_factor)
 
     chunk.scale_gradients = scale_all

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
@@ -47,7 +47,7 @@ class Dense:
         self._unstepped = dense_states(optimizer.config)
 
     def _keeps_copies(self) -> bool:
-        return hasattr(self.optimizer, "fp32_from_float16_groups")
+        return isinstance(self.optimizer, Float16OptimizerWithFloat16Params)
 
     @property
     def torch_groups(self) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The optimizer that Megatron's training loop drives: Megatron's own for its parameters, FORGE's for the owned.
 
-:class:`ForgeMegatronOptimizer` pairs the two and takes part in Megatron's protocol: one gradient norm over
-both, one clip coefficient, one decision to skip, one checkpoint. :class:`ForgeChainedOptimizer` is Megatron's
-chain, which hands the total norm on.
+:class:`ForgeMegatronOptimizer` pairs the two, the dense weights' and the experts' each, and takes part in Megatron's
+protocol: one gradient norm over both, one clip coefficient, one decision to skip, one checkpoint.
+:class:`ForgeChainedOptimizer` is Megatron's chain, which hands the total norm on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -27,14 +28,23 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
     """Megatron's optimizer ``dense`` with the owned weights' FORGE optimizer beside it.
 
     Args:
-        dense: Megatron's optimizer (FP32, Float16 or Distributed) for the dense parameters that FORGE does not step;
+        dense: Megatron's optimizer (FP32, Float16 or Distributed) for the parameters that FORGE does not step;
             may be a stub.
         forge: steps the owned weights.
         layout: which optimizer steps which parameter, in the order a run without FORGE has them.
         waits: every update is made at ``step()``.
+        tp_group: the tensor-parallel ranks of these weights.
     """
 
-    def __init__(self, dense: MegatronOptimizer, forge: ForgeOptimizer, layout: checkpoint.Layout, *, waits: bool):
+    def __init__(
+        self,
+        dense: MegatronOptimizer,
+        forge: ForgeOptimizer,
+        layout: checkpoint.Layout,
+        *,
+        waits: bool,
+        tp_group: dist.ProcessGroup,
+    ):
         super().__init__(dense.optimizer, dense.config, dense.init_state_fn)
         self.dense = dense
         self.forge = forge
@@ -42,7 +52,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self.waits = waits
         self.is_stub_optimizer = False
         self.grad_stats_parallel_group = dense.get_grad_stats_parallel_group()
-        self.tp_group = getattr(dense, "tp_group", None)
+        self.tp_group = tp_group
         self.expert_tp_group = getattr(dense, "expert_tp_group", None)
         self._gradient_scale: Tensor | float = 1.0
         self._coefficient = 1.0
@@ -142,9 +152,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         """Megatron's check with the owned gradients in it, so that the loss scale backs off for them too."""
         found = self._unscale_dense()
         overflow = (~torch.isfinite(self._norms)).any().float().reshape(1)
-        torch.distributed.all_reduce(
-            overflow, op=torch.distributed.ReduceOp.MAX, group=self.get_grad_stats_parallel_group()
-        )
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.get_grad_stats_parallel_group())
         return found or bool(overflow.item() > 0)
 
     def _owned_for_norm(self) -> list[Tensor]:
@@ -250,6 +258,10 @@ class ForgeChainedOptimizer(ChainedOptimizer):
 
     def count_zeros(self) -> float:
         return self._forges[0].count_zeros()
+
+    def _synchronize_steps(self) -> None:
+        """Of fused optimizers' groups; an optimizer all of whose parameters are FORGE's has none."""
+        ChainedOptimizer([o for o in self.chained_optimizers if o.optimizer is not None])._synchronize_steps()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from forge_megatron.coordinator import Part
@@ -14,12 +13,16 @@ from forge_megatron.formats import Origin
 from forge_megatron.megatron.origins import origins
 
 
-def wholes(model_chunks: Sequence[nn.Module], weights: Sequence[Tensor]) -> dict[Tensor, Part]:
-    """Those of ``weights``, all ``[O, I]``, that are shards; a collective of the tensor-parallel group.
+def wholes(
+    model_chunks: Sequence[nn.Module], weights: Sequence[Tensor], group: dist.ProcessGroup
+) -> dict[Tensor, Part]:
+    """Those of ``weights``, all ``[O, I]``, that are shards; a collective of ``group``.
 
     The whole is laid out as on one rank, whatever its sharding: SwiGLU's gate rows before its up rows.
+
+    Args:
+        group: the tensor-parallel ranks of these weights.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return {}
     members = [weight for weight in weights if getattr(weight, "tensor_model_parallel", False)]

@@ -25,6 +25,7 @@ ORDER = [
     "forge_megatron.reports",
     "forge_megatron.ranks",
     "forge_megatron.stepping",
+    "forge_megatron.discarding",
     "forge_megatron.capture",
     "forge_megatron.optimizer",
     "forge_megatron.attach",

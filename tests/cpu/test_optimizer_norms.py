@@ -188,3 +188,31 @@ def test_a_clip_without_a_meaning(options, limit, error, match):
     model(batch(5, 6)).square().mean().backward()
     with pytest.raises(error, match=match):
         optimizer.clip_grad_norm_(limit)
+
+
+@backends
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"accumulation_steps": 2}], ids=str)
+def test_a_scale_of_every_gradient(backend, options):
+    """In backward, waiting, and from ``.grad``: what a quarter of the loss gives, and the norms of that."""
+    model, twin = mlp(16, 24, 8), mlp(16, 24, 8)
+    twin.load_state_dict(model.state_dict())
+    ours = forge.attach(model, lr=1e-2, gradient_scale=0.25, backend=backend, **options)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for step in range(3):
+        for micro_batch in range(options.get("accumulation_steps", 1)):
+            x = batch(9, 16, seed=2 * step + micro_batch)
+            model(x).square().sum().backward()
+            (twin(x).square().sum() / 4).backward()
+        norms = {name: p.grad.norm() for name, p in twin.named_parameters()}
+        total = torch.nn.utils.clip_grad_norm_(twin.parameters(), options.get("clip_grad_norm", math.inf))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(ours.grad_norm, total, rtol=1e-5, atol=0)
+        for name, norm in norms.items():
+            torch.testing.assert_close(ours.gradient_norms[name], norm, rtol=1e-5, atol=0)
+        assert ours.last_norms_sq.sum().sqrt() == pytest.approx(float(total), rel=1e-5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="gradient_scale=0"):
+        forge.attach(mlp(4, 4), lr=1e-2, gradient_scale=0)

@@ -15,15 +15,8 @@ from launch import cpu
 
 
 @contextmanager
-def _megatron(tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int = 1) -> Iterator[None]:
-    """Megatron's parallel state in a process of its own; default: all ranks are tensor parallel.
-
-    Args:
-        tp: tensor-parallel size.
-        pp: pipeline stages.
-        vp: model chunks of each; None: one, and the schedule that does not interleave.
-        cp: context-parallel size.
-    """
+def _megatron(**degrees: int | None) -> Iterator[None]:
+    """Megatron's parallel state in a process of its own; default: all ranks are tensor parallel."""
     cpu.enable("cpu")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
@@ -32,13 +25,24 @@ def _megatron(tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int
         # Transformer Engine's, which megatron-core's output-discarding recomputation asks without a check.
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **_: nullcontext()
-    _initialize(tp, pp, vp, cp)
+    _initialize(**degrees)
     model_parallel_cuda_manual_seed(1)
     yield
     parallel_state.destroy_model_parallel()
 
 
-def _initialize(tp: int | None, pp: int, vp: int | None, cp: int) -> None:
+def _initialize(
+    tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+) -> None:
+    """
+    Args:
+        tp: tensor-parallel size; None: all ranks that the others leave.
+        pp: pipeline stages.
+        vp: model chunks of each; None: one, and the schedule that does not interleave.
+        cp: context-parallel size.
+        ep: expert-parallel size.
+        etp: tensor-parallel size of experts; None: ``tp``.
+    """
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -46,34 +50,32 @@ def _initialize(tp: int | None, pp: int, vp: int | None, cp: int) -> None:
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp,
         context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         create_gloo_process_groups=False,
     )
 
 
 @contextmanager
-def layout(tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int = 1) -> Iterator[None]:
-    """Inside a worker: other degrees than it was started with, which come back after."""
+def layout(**degrees: int | None) -> Iterator[None]:
+    """Inside a worker: other degrees than it was started with; after it those of no arguments."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    _initialize(tp, pp, vp, cp)
+    _initialize(**degrees)
     yield
     parallel_state.destroy_model_parallel()
-    _initialize(None, 1, None, 1)
+    _initialize()
 
 
-def run(
-    world: int, function: Callable, *args: Any, tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int = 1
-) -> list[Any]:
+def run(world: int, function: Callable, *args: Any, **degrees: int | None) -> list[Any]:
     """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
 
     Args:
         function: a function of a test module; what it returns must be loadable by ``torch.load``.
-        tp: tensor-parallel size; default: ``world / (pp * cp)``.
-        pp, vp: pipeline stages, and model chunks of each.
-        cp: context-parallel size.
+        degrees: as :func:`_initialize` takes them.
     """
-    return ranks.run(world, function, *args, inside=partial(_megatron, tp, pp, vp, cp))
+    return ranks.run(world, function, *args, inside=partial(_megatron, **degrees))
 
 
 class Workers(ranks.Workers):

@@ -181,29 +181,9 @@ def test_multi_token_prediction(results):
 
 @workers
 def _mixture_of_experts() -> tuple:
-    import megatron_harness as harness
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import moe_utils
-
-    from forge_megatron.megatron.attention import ForgeDotProductAttention
-    from launch.norm import norm_class
-
-    def layer_spec(config):
-        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-        norm = norm_class(config.normalization)
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-        spec.submodules.self_attention.submodules.core_attention = ForgeDotProductAttention
-        return spec
-
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
     case = Case(sequence_parallel=True, model={**experts, "moe_token_dispatcher_type": "allgather"})
-    original, harness.layer_spec = harness.layer_spec, layer_spec
-    moe_utils.te_general_gemm = None  # Transformer Engine's, a mock where it is not installed
-    try:
-        session = Run(case.with_forge())
-        return train_both(case), set(owned_state(session))
-    finally:
-        harness.layer_spec = original
+    return train_both(case), set(owned_state(Run(case.with_forge())))
 
 
 def test_sequential_experts_are_stepped_in_backward(results):

@@ -1,0 +1,130 @@
+"""Experts on several ranks with FORGE, against Megatron's own optimizer in the same layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from megatron_harness import Case, Run, gap, layout, run
+
+pytestmark = pytest.mark.timeout(900)
+
+# Gate MG's bound for fp32.
+LOSS = 2e-6
+MODEL = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+}
+# Scores to which a bias is added where experts are chosen, and only there.
+BIASED = {**MODEL, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+BASE = Case(steps=4, own_batches=True, model=MODEL)
+CASES = {
+    "in backward": replace(BASE, clip=0.0),
+    "clipped": replace(BASE, clip=0.05),
+    "micro-batches": replace(BASE, micro_batches=2),
+    "per-token loss": replace(BASE, micro_batches=2, model={**MODEL, "calculate_per_token_loss": True}),
+    "expert without tokens": replace(BASE, clip=0.0, model=BIASED),
+    "rank without tokens": replace(BASE, clip=0.0, model=BIASED),
+}
+STARVED = {"expert without tokens": [3], "rank without tokens": [2, 3]}
+
+
+def _starve(experts: list[int], model) -> None:
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias[experts] = -10.0
+
+
+def _both(name: str, case: Case) -> tuple[dict, dict]:
+    edit = partial(_starve, STARVED[name]) if name in STARVED else None
+    return Run(case, edit).train(), Run(case.with_forge(), edit).train()
+
+
+def _in_pairs(names: list[str]) -> dict:
+    return {name: _both(name, CASES[name]) for name in names}
+
+
+def _expect_equal(pairs: list[dict], names: list[str]) -> None:
+    for rank in pairs:
+        for name in names:
+            theirs, ours = rank[name]
+            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
+            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
+            assert ours["weights"].keys() == theirs["weights"].keys()
+            for weight, value in theirs["weights"].items():
+                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
+
+
+def _experts(weights: dict) -> dict:
+    return {name: value for name, value in weights.items() if ".local_experts." in name}
+
+
+def test_trains_like_megatron():
+    names = list(CASES)
+    pairs = run(2, _in_pairs, names, tp=1, ep=2)
+    _expect_equal(pairs, names)
+    for name in names:
+        (_, first), (_, second) = (rank[name] for rank in pairs)
+        here, there = first["weights"], second["weights"]
+        assert len(_experts(here)) == len(_experts(there)) == 2 * 2 * 2
+        assert not _experts(here).keys() & _experts(there).keys()
+        for weight in here.keys() & there.keys():
+            assert torch.equal(here[weight], there[weight]), (name, weight)
+
+
+LAYOUTS = {
+    "experts over two data-parallel ranks": ({"tp": 1, "ep": 2}, 2, "in backward", "clipped", "rank without tokens"),
+    "an expert a rank": ({"tp": 1, "ep": 4}, 1, "in backward"),
+    "shards of experts": ({"tp": 2, "ep": 2}, 1, "in backward", "clipped"),
+    "whole experts beside tensor parallelism": ({"tp": 2, "ep": 2, "etp": 1}, 2, "in backward", "micro-batches"),
+}
+
+
+def _over(degrees: dict[str, int], case: Case) -> Case:
+    """The case in a layout; gloo has no collective of unequal parts for what all-to-all leaves to shards of experts."""
+    sharded = degrees["tp"] > 1 and degrees.get("etp") != 1
+    dispatcher = {"moe_token_dispatcher_type": "allgather"} if sharded else {}
+    return replace(case, sequence_parallel=degrees["tp"] > 1, model={**case.model, **dispatcher})
+
+
+def _in_layouts() -> dict:
+    from megatron.core import parallel_state
+
+    found = {}
+    for what, (degrees, replicas, *names) in LAYOUTS.items():
+        with layout(**degrees):
+            assert parallel_state.get_expert_data_parallel_world_size() == replicas
+            for name in names:
+                found[f"{what}, {name}"] = _both(name, _over(degrees, CASES[name]))
+    return found
+
+
+def test_every_layout_of_four_ranks_trains_like_megatron():
+    pairs = run(4, _in_layouts)
+    _expect_equal(pairs, list(pairs[0]))
+    for name in pairs[0]:
+        if name.startswith("experts over"):
+            for expert in (0, 1):
+                one, other = (pairs[rank][name][1]["weights"] for rank in (expert, expert + 2))
+                for weight, value in one.items():
+                    assert torch.equal(value, other[weight]), (name, weight)
+
+
+def _norm_of(degrees: dict[str, int]) -> tuple[float, set[str]]:
+    session = Run(_over(degrees, replace(CASES["clipped"], own_batches=False)).with_forge())
+    return session.train(1)["norms"][0], set(_experts(session.weights()))
+
+
+def test_the_norm_counts_each_expert_once():  # field log row 7
+    """On one rank, on expert-parallel ranks, and beside tensor parallelism: from the same weights and batch."""
+    ((alone, names),) = run(1, _norm_of, {"tp": 1})
+    for degrees in ({"tp": 1, "ep": 2}, {"tp": 2, "ep": 2}):
+        found = run(2 * degrees["tp"], _norm_of, degrees, **degrees)
+        assert set().union(*(experts for _, experts in found)) == names
+        for norm, _ in found:
+            assert norm == pytest.approx(alone, rel=1e-5), degrees
