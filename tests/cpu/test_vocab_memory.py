@@ -1,5 +1,7 @@
 """Nothing of the order of a parameter but weights and states: at the end of backward, and in no operation before it."""
 
+import copy
+
 import live
 import pytest
 import torch
@@ -53,3 +55,19 @@ def test_the_walk_names_what_an_ordinary_step_holds():
     assert f"a gradient [{live.VOCABULARY}, {live.WIDTH}] {torch.float32}" in found
     assert len(found) == 4
     assert any(f"[{live.TOKENS}, {live.VOCABULARY}]" in name for name in allocated.large)
+
+
+@pytest.mark.parametrize("recipe", [None, "bf16-state"])
+def test_loading_a_checkpoint_makes_nothing_of_the_order_of_a_state(recipe):  # field log row 131
+    model = live.LanguageModel(tied=True)
+    optimizer = forge.attach(model, lr=1e-3, recipe=recipe)
+    model(live.ids(0)).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = live.storages(live.tensors())
+    with live.Allocated(before, LARGE) as allocated:
+        optimizer.load_state_dict(saved)
+    assert not live.resident(before, LARGE)
+    assert not allocated.large
+    places = {tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()}
+    assert places.isdisjoint(tensor.data_ptr() for state in saved["state"].values() for tensor in state.values())
