@@ -57,7 +57,7 @@ class ForgeOptimizer(Capturing):
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         wholes: of the parameters that are shards, where a rule reads more than one coordinate: the weight's.
-        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        backend: ``"auto"``, or one of :data:`~forge_megatron.kernels.backend.BACKENDS` by name.
         process_group: the data-parallel ranks, whose gradients are summed in buckets that are stepped on arrival. What
             has a ``.grad``, which stays this rank's own, is summed in ``step()``; all ranks call it equally often.
         gradient_scale: of every gradient, such as one over the ranks whose losses are averaged; norms have it too.

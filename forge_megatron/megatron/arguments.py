@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from forge_megatron.formats import RECIPES
+from forge_megatron.kernels.backend import BACKENDS
 from forge_megatron.rules import available
 
 
@@ -41,9 +42,9 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--forge-backend",
-        choices=("auto", "triton", "reference"),
+        choices=BACKENDS,
         default="auto",
-        help="the kernels; auto is triton on a GPU",
+        help="the kernels; auto chooses them by GPU and shape",
     )
     group.add_argument(
         "--forge-fused-head",

@@ -45,7 +45,7 @@ class ForgeOptions:
         hyperparameters: the rule's, over those that Megatron's config gives.
         recipe: state format and weight store of the owned weights; None: the parameter's dtype, nearest.
         update: ``"backward"``, ``"step"`` (wait), or ``"auto"``: in backward unless a switch waits.
-        backend: ``"auto"``, ``"triton"`` or ``"reference"``.
+        backend: ``"auto"``, or one of :data:`~forge_megatron.kernels.backend.BACKENDS` by name.
         seed: of stochastic rounding; the same on every rank.
     """
 

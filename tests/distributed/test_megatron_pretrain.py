@@ -133,5 +133,6 @@ def test_the_arguments_are_megatrons_to_parse():
         "step",
         "auto",
     )
+    assert parser.parse_args(["--forge-backend", "hopper"]).forge_backend == "hopper"
     with pytest.raises(SystemExit):
         parser.parse_args(["--forge-update", "later"])
