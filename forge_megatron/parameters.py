@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_megatron.formats import FORMAT_KEYS, scale_name
 from forge_megatron.groups import rule_of
-from forge_megatron.kernels import LateNorms, Slot, local, settle
+from forge_megatron.kernels import LateNorms, Slot, local, settle, write_table
 from forge_megatron.linear.counts import read_counts
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.replaced import replacements
@@ -31,6 +31,7 @@ class Parameters:
 
     Attributes:
         all: the parameters in the order of the groups.
+        place: of each parameter among all.
         labels: what errors and tables call them.
         slots: what a step of each reads and writes; a parameter that was never trainable has none.
         over_ranks: Σ g² of whole parameters from those of this rank's parts, ``[parameters]``, never in place.
@@ -67,6 +68,7 @@ class Parameters:
         self._state = state
         self.labels = labels
         self.all = [p for group in groups for p in group["params"]]
+        self.place = {p: index for index, p in enumerate(self.all)}
         self.slots: dict[Tensor, Slot] = {}
         # The state tensors that slots, counters and captured graphs hold.
         self._made: dict[Tensor, dict[str, Tensor]] = {}
@@ -156,6 +158,8 @@ class Parameters:
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""
+        if len(self.slots) == len(self.all):
+            return []
         return [p for p in self.all if p not in self.slots and (p.requires_grad or p.grad is not None)]
 
     def rules_by_label(self) -> list[tuple[str, Rule]]:
@@ -218,8 +222,9 @@ class Parameters:
         self._written = self.hyperparameters()
         self._after.clear()
         rows: dict[tuple, tuple[float, ...]] = {}
-        counts = read_counts([self._state[p]["step"] for p in self.slots])
-        steps = dict.fromkeys(self.all, 1) | {p: count + 1 for p, count in zip(self.slots, counts, strict=True)}
+        steps = dict.fromkeys(self.all, 1)
+        counts = read_counts([made["step"] for made in self._made.values()])
+        steps.update((p, count + 1) for p, count in zip(self._made, counts, strict=True))
         for params, scalars, _ in self._tables.values():
             table: list[float] = []
             for p in params:
@@ -235,7 +240,7 @@ class Parameters:
                 if running and p in self.slots:
                     self._after[p] = step, rule.advance(group, step, *running)
                 table += rows[key]
-            scalars.copy_(torch.tensor(table, dtype=torch.float32), non_blocking=True)
+            write_table(scalars, torch.tensor(table, dtype=torch.float32))
         self._random.write(steps)
 
     def _follow_options(self) -> None:

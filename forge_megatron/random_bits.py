@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_megatron.formats import Fp8Weight, Noise, Origin, resolve_group
 from forge_megatron.formats.noise import WORDS, columns_of, words
-from forge_megatron.kernels import local, origin_of
+from forge_megatron.kernels import local, origin_of, write_table
 
 
 class RandomBits:
@@ -70,4 +70,4 @@ class RandomBits:
         """Writes the keys of the updates ``steps``, counted from 1."""
         for params, table in self._tables.values():
             rows = [words(n.origin, n.columns, self.seed, steps[p]) for p, n in ((p, self._noise[p]) for p in params)]
-            table.copy_(torch.tensor(rows, dtype=torch.int64), non_blocking=True)
+            write_table(table, torch.tensor(rows, dtype=torch.int64))

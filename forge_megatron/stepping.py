@@ -135,7 +135,7 @@ class Stepping(AcrossRanks):
         for owned in self.owned.values():
             owned.expect_as_updated()
             owned.factors.expect_unchanged(owned.name)
-            zeroed = owned.weight in self._zeroed and not owned.updated and owned.weight.grad is None
+            zeroed = not owned.updated and owned.weight.grad is None and owned.weight in self._zeroed
             if owned.factors or zeroed:
                 waiting.append(owned)
         taken = {owned.weight for owned in waiting}
@@ -143,8 +143,7 @@ class Stepping(AcrossRanks):
         for p in ordinary:
             if p in self.owned:
                 self.owned[p].bypassed = True
-        place = {p: index for index, p in enumerate(self._parameters.all)}
-        return Pending(waiting, self._parameters.by_device(ordinary), place, self.backend)
+        return Pending(waiting, self._parameters.by_device(ordinary), self._parameters.place, self.backend)
 
     def _decide(self, pending: Pending | PendingSums, gradient_multiplier, scaling: LossScale | None) -> Decision:
         device = self._grad_norm.device

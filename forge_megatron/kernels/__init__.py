@@ -12,7 +12,7 @@ from .shard import is_sharded, local, origin_of, shard_like
 from .slot import Segment, Slot, without_norm
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
-from .uploads import reserved, table_bytes
+from .uploads import reserved, table_bytes, write_table
 
 __all__ = [
     "FormedRows",
@@ -42,4 +42,5 @@ __all__ = [
     "wgrad_steps",
     "without_autocast",
     "without_norm",
+    "write_table",
 ]

@@ -44,6 +44,11 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def write_table(table: Tensor, host: Tensor) -> None:
+    """Copies ``host`` into ``table``. The host goes on: from memory that is not pinned it would wait for the device."""
+    table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+
+
 def table_bytes(weights: Iterable[Tensor]) -> int:
     """Bytes that the tables of one step of ``weights`` take at most."""
     return sum(ROW_BYTES + 4 * ALIGNMENT + 4 * -(-weight.numel() // FEWEST_ELEMENTS) for weight in weights)

@@ -304,7 +304,7 @@ class Use:
         return node is not None and _will_execute(node)
 
     def expect_current(self) -> None:
-        if not self.current:
+        if self.owned.weight._version != self.version:
             raise RuntimeError(
                 f"{self.owned.name}: changed between its forward (version {self.version}) and this "
                 f"backward (version {self.owned.weight._version}), so the input gradient would be wrong; run the "
