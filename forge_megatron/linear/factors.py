@@ -155,9 +155,10 @@ class Factors:
                 )
 
     def clear(self) -> None:
-        self.kept.clear()
-        self.folded_tasks.clear()
-        self.accumulator = None
+        if self:
+            self.kept.clear()
+            self.folded_tasks.clear()
+            self.accumulator = None
 
 
 def keep_apart(weights: Iterable[Factors], task: int) -> None:

@@ -44,6 +44,10 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, dbias, None
 
 
+# What Function.apply ends in outside torch.func, whose wrappers it looks for among all arguments first.
+_apply = super(torch.autograd.Function, OwnedLinearFunction).apply
+
+
 def is_callers(x: Tensor) -> bool:
     """Autograd did not make it: an input, into which the next batch may be written, or another weight."""
     return (x._base if x._is_view() else x).is_leaf
@@ -80,6 +84,7 @@ def owned_linear(x: Tensor, owned: OwnedWeight, bias: Tensor | None) -> Tensor:
     # A BLAS sums a transposed operand in another order: the same numbers give the same bits.
     x = x.contiguous()
     use = owned.open()
-    y = OwnedLinearFunction.apply(x, use.ticket, bias, use)
+    apply = OwnedLinearFunction.apply if torch._C._are_functorch_transforms_active() else _apply
+    y = apply(x, use.ticket, bias, use)
     use.bind(y.grad_fn)
     return y

@@ -15,8 +15,7 @@ class ForgeLinear(Attached, nn.Linear):
 
     plain = nn.Linear
 
-    # As torch.optim marks its own: torch.compiler.disable would import the compiler, which takes a second. Here and not
-    # in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
+    # Here and not in what it calls: a compiler would make a graph, and look for it, for every layer of a model anew.
     @untraced
     def forward(self, input: Tensor) -> Tensor:
         owned = self.owner_in_forward()

@@ -344,7 +344,7 @@ class Use:
         self.expect_current()
         return wanted
 
-    @torch._disable_dynamo
+    @untraced
     def deliver(self, dy: Tensor, x: Tensor, borrowed: bool = False) -> None:
         """Hands over the factors of the weight gradient ``dYᵀ X`` (DESIGN: the granule's operands).
 
