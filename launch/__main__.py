@@ -23,7 +23,8 @@ def gate_arguments(recipe: config.Recipe, device: str) -> list[str]:
     degrees = {"tp": p.tensor, "pp": p.pipeline, "cp": p.context, "ep": p.expert, "dp": p.data}
     arguments = [word for axis, n in degrees.items() if n > 1 or axis == "tp" for word in (f"--{axis}", str(n))]
     arguments += ["--device", device, "--dtype", recipe.model.dtype]
-    return [*arguments, *(["--sp"] if recipe.parallel.sequence else []), "--ensure"]
+    arguments += ["--sharding", "states"] if p.distributed_optimizer else []
+    return [*arguments, *(["--sp"] if p.sequence else []), "--ensure"]
 
 
 def worker_environment(recipe: config.Recipe, device: str) -> dict[str, str]:

@@ -60,6 +60,7 @@ class Parallel:
     context_comm: str = "all_gather"  # or a2a; with Transformer Engine also p2p (Megatron's cp_comm_type)
     expert: int = 1  # over the data- and context-parallel ranks: it takes none of its own
     data: int = 1
+    distributed_optimizer: bool = False  # each data-parallel rank has a part of the optimizer's states
     nodes: int = 1
 
 

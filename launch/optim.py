@@ -28,7 +28,7 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         clip_grad=o.clip_grad,
         bf16=recipe.model.dtype == "bf16" and keeps_master(recipe),
         params_dtype=DTYPES[recipe.model.dtype],
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=recipe.parallel.distributed_optimizer,
     )
 
 
@@ -36,7 +36,7 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=keeps_master(recipe),
         overlap_grad_reduce=False,
-        use_distributed_optimizer=False,
+        use_distributed_optimizer=recipe.parallel.distributed_optimizer,
     )
 
 

@@ -110,6 +110,8 @@ def check_degrees(recipe: Recipe) -> None:
             raise RecipeError(key, f"{recipe.get(key)}: not built in python -m launch: set it to 1")
     if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
         raise RecipeError("parallel.virtual_pipeline", "chunks are interleaved over stages: set parallel.pipeline too")
+    if parallel.distributed_optimizer and parallel.data == 1:
+        raise RecipeError("parallel.distributed_optimizer", "states are shared over data ranks: set parallel.data too")
 
 
 def check_sizes(recipe: Recipe) -> None:
@@ -184,11 +186,16 @@ def _check_forge(recipe: Recipe) -> None:
     from launch.dtypes import DTYPES
 
     try:
-        rules.get(recipe.optimizer.rule)
+        rule = rules.get(recipe.optimizer.rule)
     except ValueError as error:
         raise RecipeError("optimizer.rule", str(error)) from error
+    by_rows = recipe.parallel.distributed_optimizer
+    if rule.regime != "fused" and by_rows:
+        raise RecipeError(
+            "optimizer.rule", f"{rule.name} reads whole matrices: set parallel.distributed_optimizer=false"
+        )
     try:
-        _, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
+        states, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (TypeError, ValueError) as error:
         raise RecipeError("optimizer.recipe", str(error)) from error
     if store.name == "fp8":
@@ -201,6 +208,11 @@ def _check_forge(recipe: Recipe) -> None:
     reasons = ", ".join(f"{key}={recipe.get(key)}" for key, waits in waiting.items() if waits)
     if recipe.optimizer.update == "backward" and reasons:
         raise RecipeError("optimizer.update", f"backward cannot be exact with {reasons}: set it to auto")
+    if by_rows and (states.is_scaled or store.stochastic):
+        raise RecipeError(
+            "optimizer.recipe",
+            f"{recipe.optimizer.recipe!r} needs whole weights: set parallel.distributed_optimizer=false",
+        )
 
 
 def index_builder() -> Path | None:
@@ -292,7 +304,8 @@ def state_bytes(recipe: Recipe) -> int:
     state = 2 if recipe.optimizer.recipe == "bf16-state" or (recipe.optimizer.recipe is None and wide == 2) else 4
     master = 4 if recipe.optimizer.recipe == "fp32-master" and wide == 2 else 0
     states = len(rules.get(recipe.optimizer.rule).states)
-    return weights * (wide + states * state + master) // recipe.parallel.tensor
+    sharers = recipe.parallel.data if recipe.parallel.distributed_optimizer else 1
+    return weights * (wide + (states * state + master) // sharers) // recipe.parallel.tensor
 
 
 def resolve_device(recipe: Recipe) -> str:

@@ -66,13 +66,17 @@ def _expect_fixed(recipe: Recipe, saved: dict) -> None:
             raise RecipeError(key, f"{recipe.get(key)} here, {value} in the checkpoint: it cannot change in a run")
 
 
+# Of Megatron's distributed optimizer, so that any number of ranks reads its states.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
 def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
     """What a checkpoint holds. With ``loading`` the optimizer's states are created to be filled."""
     model = chunks[0].module.sharded_state_dict()
     rng = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return {
         "model": model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading),
+        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=_METADATA),
         "scheduler": scheduler.state_dict(),
         "progress": asdict(progress),
         "fixed": {key: recipe.get(key) for key in _FIXED},

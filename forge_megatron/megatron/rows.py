@@ -34,12 +34,14 @@ def sharded_rows(
     """
     if rows.start == rows.stop:
         return LocalNonpersistentObject(held)
+    # Saving a model reshapes its shards' tensors in place.
+    weight, shape = weight.without_data(), weight.data.shape
 
     def build(key: str, held: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
         if isinstance(weight, ShardedTensor):
             return [_narrowed(replace(weight, key=key), held, 0, rows)]
         # Where each piece of the whole lies is read off tensors without memory.
-        whole = torch.empty(weight.data.shape, dtype=held.dtype, device="meta")
+        whole = torch.empty(shape, dtype=held.dtype, device="meta")
         pieces = nested_values(weight.build_fn(key, whole, replica_id, flattened_range))
         return [
             _narrowed(piece, held, start, rows)

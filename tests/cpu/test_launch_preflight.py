@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gates import gate
 from launch import __main__ as launcher
 from launch import config, gpus, preflight
 
@@ -20,6 +21,7 @@ optimizer: {lr: 1e-3}
 run: {dir: RUN, steps: 10, device: cpu}
 """
 GIB = 2**30
+SHARDED = ("parallel.data=2", "parallel.distributed_optimizer=true")
 
 
 @pytest.fixture
@@ -86,6 +88,9 @@ def test_a_good_recipe_passes(load, override):
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
+        (["parallel.distributed_optimizer=true"], "parallel.distributed_optimizer", "parallel.data"),
+        ([*SHARDED, "optimizer.rule=muon"], "optimizer.rule", "whole matrices"),
+        ([*SHARDED, "optimizer.recipe=int8"], "optimizer.recipe", "whole weights"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
@@ -197,6 +202,9 @@ def test_state_bytes(load, recipe, dtype, bytes_a_weight):
     weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
     loaded = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}")
     assert preflight.state_bytes(loaded) == weights * bytes_a_weight // 2
+    shared = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}", *SHARDED)
+    wide = {"fp32": 4, "bf16": 2}[dtype]
+    assert preflight.state_bytes(shared) == weights * (wide + (bytes_a_weight - wide) // 2) // 2
 
 
 def test_the_command_ends_in_one_line_and_exit_code_2(tmp_path):
@@ -208,6 +216,13 @@ def test_the_command_ends_in_one_line_and_exit_code_2(tmp_path):
     assert ended.stderr.splitlines() == [ended.stderr.strip()]
     assert ended.stderr.startswith("launch: model.hidden_size: 66 is not divisible")
     assert ended.stdout == ""
+
+
+def test_a_job_with_sharded_states_asks_for_their_gates(load):
+    arguments = launcher.gate_arguments(load(*SHARDED), "cpu")
+    assert " ".join(arguments).startswith("--tp 2 --dp 2 --device cpu --dtype fp32 --sharding states")
+    ids = {case.gate for case in gate.required(gate.Degrees(tp=2, dp=2), True, "fp32", "cpu", "states")}
+    assert {"TP", "T0", "T1", "T2"} <= ids
 
 
 @pytest.mark.parametrize("code", [1, 3, -9])

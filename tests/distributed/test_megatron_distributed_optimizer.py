@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_harness import Case, Run, gap, load, owned_state, poison, run, save, train_both
+from megatron_harness import Case, Run, Workers, gap, layout, load, owned_state, poison, run, save, train_both
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,8 +25,43 @@ CASES = {
 }
 
 
-def _all(names: list[str]) -> dict:
-    return {name: train_both(CASES[name]) for name in names}
+COMPOSED = ("clipped", "micro-batches, fused head, tied")
+
+two, four = Workers(), Workers()
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return two.results(2)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return four.results(4)
+
+
+@two
+def _pairs() -> dict:
+    with layout(tp=1):
+        return {name: train_both(case) for name, case in CASES.items()}
+
+
+@four
+def _beside_tensor() -> dict:
+    with layout(tp=2):
+        return {name: train_both(replace(CASES[name], sequence_parallel=True)) for name in COMPOSED}
+
+
+@four
+def _beside_context() -> dict:
+    with layout(tp=1, cp=2):
+        return {name: train_both(replace(CASES[name], model={"cp_comm_type": "a2a"})) for name in COMPOSED}
+
+
+@four
+def _beside_stages() -> dict:
+    with layout(tp=1, pp=2):
+        return {name: train_both(replace(CASES[name], fused_head=False)) for name in COMPOSED}
 
 
 def _expect_equal(pairs: list[dict], names: list[str]) -> None:
@@ -46,32 +81,38 @@ def _expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
             assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
 
 
-def test_trains_like_megatron():
-    names = list(CASES)
-    pairs = run(2, _all, names, tp=1)
-    _expect_equal(pairs, names)
-    _expect_bit_equal(*pairs, names)
+def test_trains_like_megatron(on_two):
+    pairs = on_two["_pairs"]
+    _expect_equal(pairs, CASES)
+    _expect_bit_equal(*pairs, CASES)
 
 
-def test_beside_tensor_and_sequence_parallelism():
-    names = ["clipped", "micro-batches, fused head, tied"]
-    pairs = run(4, _sequence_parallel, names, tp=2)
-    _expect_equal(pairs, names)
-    for shard in (0, 1):
-        _expect_bit_equal(pairs[shard], pairs[shard + 2], names)
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("_beside_tensor", [(0, 2), (1, 3)]),
+        ("_beside_context", [(0, 1), (0, 2), (0, 3)]),
+        ("_beside_stages", [(0, 1), (2, 3)]),
+    ],
+)
+def test_beside_other_parallelism(on_four, name, replicas):
+    pairs = on_four[name]
+    _expect_equal(pairs, COMPOSED)
+    for one, other in replicas:
+        for case in COMPOSED:
+            for weight, value in pairs[one][case][1]["weights"].items():
+                assert torch.equal(value, pairs[other][case][1]["weights"][weight]), (case, weight)
 
 
-def _sequence_parallel(names: list[str]) -> dict:
-    return {name: train_both(replace(CASES[name], sequence_parallel=True)) for name in names}
-
-
+@two
 def _masters() -> tuple[dict, dict]:
-    return train_both(replace(CASES["clipped"], dtype=torch.bfloat16), recipe="fp32-master")
+    with layout(tp=1):
+        return train_both(replace(CASES["clipped"], dtype=torch.bfloat16), recipe="fp32-master")
 
 
-def test_fp32_masters_in_bf16():
+def test_fp32_masters_in_bf16(on_two):
     """Both step fp32 masters from gradients of bf16 matrix products, so that only their roundings differ."""
-    ranks = run(2, _masters, tp=1)
+    ranks = on_two["_masters"]
     for theirs, ours in ranks:
         assert gap(theirs["losses"], ours["losses"]) <= 2e-3
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=2e-3)
@@ -82,18 +123,20 @@ def test_fp32_masters_in_bf16():
 # ---- what is held, and what is refused
 
 
+@two
 def _rows() -> dict:
-    session = Run(replace(CASES["clipped"], dtype=torch.bfloat16).with_forge(recipe="fp32-master"))
-    forge = session.optimizer.chained_optimizers[0].forge
-    found = {}
-    for p, name in forge.names.items():
-        held = {key: tuple(value.shape) for key, value in forge.state[p].items() if value.dim()}
-        found[name] = tuple(p.shape), held, sum(v.nbytes for v in forge.state[p].values() if v.dim())
-    return {"states": found, "coverage": str(forge.coverage)}
+    with layout(tp=1):
+        session = Run(replace(CASES["clipped"], dtype=torch.bfloat16).with_forge(recipe="fp32-master"))
+        forge = session.optimizer.chained_optimizers[0].forge
+        found = {}
+        for p, name in forge.names.items():
+            held = {key: tuple(value.shape) for key, value in forge.state[p].items() if value.dim()}
+            found[name] = tuple(p.shape), held, sum(v.nbytes for v in forge.state[p].values() if v.dim())
+        return {"states": found, "coverage": str(forge.coverage)}
 
 
-def test_a_rank_holds_its_share_of_the_states():
-    for rank in run(2, _rows, tp=1):
+def test_a_rank_holds_its_share_of_the_states(on_two):
+    for rank in on_two["_rows"]:
         for name, (shape, held, nbytes) in rank["states"].items():
             half = (shape[0] // 2, *shape[1:])
             assert held == {"exp_avg": half, "exp_avg_sq": half, "master": half}, name
@@ -102,32 +145,34 @@ def test_a_rank_holds_its_share_of_the_states():
             assert f"{nbytes:,}" in line.split()
 
 
+@two
 def _refused() -> dict[str, str]:
-    asked = {
-        "muon": {"rule": "muon"},
-        "int8": {"recipe": "int8"},
-        "sr-store": {"recipe": "sr-store"},
-    }
-    errors = {}
-    for name, options in asked.items():
-        try:
-            Run(replace(BASE, dtype=torch.bfloat16).with_forge(**options))
-        except NotImplementedError as error:
-            errors[name] = str(error)
-    session = Run(BASE.with_forge())
-    for name, call in (
-        ("torch", session.optimizer.state_dict),
-        ("legacy", lambda: session.optimizer.save_parameter_state("x")),
-    ):
-        try:
-            call()
-        except NotImplementedError as error:
-            errors[name] = str(error)
-    return errors
+    with layout(tp=1):
+        asked = {
+            "muon": {"rule": "muon"},
+            "int8": {"recipe": "int8"},
+            "sr-store": {"recipe": "sr-store"},
+        }
+        errors = {}
+        for name, options in asked.items():
+            try:
+                Run(replace(BASE, dtype=torch.bfloat16).with_forge(**options))
+            except NotImplementedError as error:
+                errors[name] = str(error)
+        session = Run(BASE.with_forge())
+        for name, call in (
+            ("torch", session.optimizer.state_dict),
+            ("legacy", lambda: session.optimizer.save_parameter_state("x")),
+        ):
+            try:
+                call()
+            except NotImplementedError as error:
+                errors[name] = str(error)
+        return errors
 
 
-def test_refused_by_name():
-    for errors in run(2, _refused, tp=1):
+def test_refused_by_name(on_two):
+    for errors in on_two["_refused"]:
         assert set(errors) == {"muon", "int8", "sr-store", "torch", "legacy"}
         assert all(name in errors[name] for name in ("muon", "int8", "sr-store"))
         assert all("distributed" in error for error in errors.values())
@@ -137,41 +182,45 @@ def test_refused_by_name():
 # ---- skipping
 
 
+@two
 def _skipped() -> tuple[dict, dict, bool]:
     """A gradient that is not finite, on the second rank alone."""
-    session = Run(replace(CASES["clipped"], clip=1.0).with_forge())
-    session.train(1)
-    before = _held(session)
-    session.backward()
-    if dist.get_rank() == 1:
-        poison(session, float("nan"))
-    stepped, _ = session.step()
-    return before, _held(session), stepped
+    with layout(tp=1):
+        session = Run(replace(CASES["clipped"], clip=1.0).with_forge())
+        session.train(1)
+        before = _held(session)
+        session.backward()
+        if dist.get_rank() == 1:
+            poison(session, float("nan"))
+        stepped, _ = session.step()
+        return before, _held(session), stepped
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
-    for before, after, stepped in run(2, _skipped, tp=1):
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(on_two):
+    for before, after, stepped in on_two["_skipped"]:
         assert not stepped
         _expect_same(before, after)
 
 
+@two
 def _overflow() -> tuple[dict, dict, list, list]:
     """fp16's dynamic loss scale with an infinite owned gradient on the second rank alone."""
-    case = replace(CASES["clipped"], dtype=torch.float16, optimizer=SHARDED | {"initial_loss_scale": 256.0})
-    session = Run(replace(case, optimizer=case.optimizer | {"hysteresis": 1}).with_forge(recipe="fp32-master"))
-    session.train(1)
-    before, scales = _held(session), [float(session.optimizer.get_loss_scale())]
-    session.backward()
-    if dist.get_rank() == 1:
-        poison(session, float("inf"))
-    stepped, _ = session.step()
-    scales.append(float(session.optimizer.get_loss_scale()))
-    after = _held(session)
-    return before, after, scales, [stepped, session.train(1)["norms"][0]]
+    with layout(tp=1):
+        case = replace(CASES["clipped"], dtype=torch.float16, optimizer=SHARDED | {"initial_loss_scale": 256.0})
+        session = Run(replace(case, optimizer=case.optimizer | {"hysteresis": 1}).with_forge(recipe="fp32-master"))
+        session.train(1)
+        before, scales = _held(session), [float(session.optimizer.get_loss_scale())]
+        session.backward()
+        if dist.get_rank() == 1:
+            poison(session, float("inf"))
+        stepped, _ = session.step()
+        scales.append(float(session.optimizer.get_loss_scale()))
+        after = _held(session)
+        return before, after, scales, [stepped, session.train(1)["norms"][0]]
 
 
-def test_an_overflow_on_one_rank_lowers_the_loss_scale_on_all():
-    for before, after, scales, (stepped, norm) in run(2, _overflow, tp=1):
+def test_an_overflow_on_one_rank_lowers_the_loss_scale_on_all(on_two):
+    for before, after, scales, (stepped, norm) in on_two["_overflow"]:
         assert not stepped
         assert scales == [256.0, 128.0]
         _expect_same(before, after)
@@ -259,8 +308,8 @@ def _joined(ranks: list[dict]) -> dict[str, torch.Tensor]:
 def test_checkpoints(tmp_path):
     for name in WRITERS:
         (tmp_path / name).mkdir()
-    two = run(2, _write, str(tmp_path), tp=1)
-    for rank in two:
+    writers = run(2, _write, str(tmp_path), tp=1)
+    for rank in writers:
         for name in ("fp32", "masters", "bf16 states"):
             _expect_same(rank[name]["held"], rank[name, name]["held"])
             _expect_same(rank[name]["next"], rank[name, name]["next"])
@@ -274,13 +323,13 @@ def test_checkpoints(tmp_path):
             ("without forge", "fp32"),
         ):
             _expect_close(rank[pair[0]]["next"], rank[pair]["next"])
-    whole = _joined([rank["fp32"]["held"] for rank in two])
-    for rank in two:
+    whole = _joined([rank["fp32"]["held"] for rank in writers])
+    for rank in writers:
         _expect_same(whole, rank["fp32", "unsharded"]["held"])
-    _expect_same(two[0]["unsharded"]["held"], _joined([rank["unsharded", "fp32"]["held"] for rank in two]))
+    _expect_same(writers[0]["unsharded"]["held"], _joined([rank["unsharded", "fp32"]["held"] for rank in writers]))
     for world in (1, 4):
         found = run(world, _read_all, str(tmp_path), tp=1)
         for name in ("fp32", "masters", "bf16 states"):
-            written = _joined([rank[name]["held"] for rank in two])
+            written = _joined([rank[name]["held"] for rank in writers])
             _expect_same(written, _joined([rank[name]["held"] for rank in found]))
-        _expect_close(two[0]["fp32"]["next"], found[-1]["fp32"]["next"])
+        _expect_close(writers[0]["fp32"]["next"], found[-1]["fp32"]["next"])

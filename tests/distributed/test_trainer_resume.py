@@ -51,6 +51,23 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(arm, data, tmp_pat
     assert resumed.state(6) == straight.state(6)
 
 
+def test_states_sharded_over_data_parallel_ranks_resume(data, tmp_path):
+    """The curve of Megatron's DistributedOptimizer, and a stop that nothing shows of, with the states' self-test."""
+    sharded = ("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "batch.micro=1", "run.steps=4")
+    sharded += ("parallel.distributed_optimizer=true", "model.dtype=bf16", "optimizer.recipe=fp32-master")
+    straight = Job(tmp_path / "straight", data, sharded)
+    straight.run("checkpoint.every=2", "checkpoint.self_test=true")
+    resumed = Job(tmp_path / "resumed", data, sharded)
+    resumed.checkpoints.mkdir(parents=True)
+    shutil.copytree(straight.checkpoints / "step_00000002", resumed.checkpoints / "step_00000002")
+    assert "resumed from step_00000002" in resumed.run()
+    assert resumed.losses() == {step: straight.losses()[step] for step in (3, 4)}
+    assert resumed.state(4) == straight.state(4)
+    megatron = Job(tmp_path / "megatron", data, (*sharded, "optimizer.use_forge=false"))
+    megatron.run("checkpoint.save=false")
+    assert straight.losses() == pytest.approx(megatron.losses(), abs=2e-3)
+
+
 @pytest.mark.parametrize("arm", ["standard", "forge, in backward"])
 def test_a_checkpoint_is_read_by_another_number_of_ranks(arm, data, tmp_path):
     """The same curve on one rank, to rounding: all states were resharded, and none was lost."""
