@@ -81,6 +81,7 @@ LAYOUTS = {
     "experts over two data-parallel ranks": ({"tp": 1, "ep": 2}, 2, "in backward", "clipped", "rank without tokens"),
     "an expert a rank": ({"tp": 1, "ep": 4}, 1, "in backward"),
     "shards of experts": ({"tp": 2, "ep": 2}, 1, "in backward", "clipped"),
+    "experts over context ranks": ({"tp": 1, "cp": 2, "ep": 2}, 2, "in backward", "per-token loss"),
     "whole experts beside tensor parallelism": ({"tp": 2, "ep": 2, "etp": 1}, 2, "in backward", "micro-batches"),
 }
 
