@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +23,9 @@ NUM_WARPS = 8
 
 #: Programs whose partial norms are summed side by side.
 LANES = 1024
+
+# Compiled functions are slow to hash: once a weight, not once a step.
+_kinds: dict[tuple, tuple] = {}
 
 
 @triton.jit
@@ -121,7 +123,7 @@ def sum_partials_kernel(table, partials, COLUMNS: tl.constexpr, LANES: tl.conste
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
     """Launch the step of all slots, on operands that the caller checked."""
-    groups = defaultdict(list)
+    groups: dict[int, tuple[tuple, list]] = {}
     staged = []
     for slot, grad in zip(slots, grads, strict=True):
         if slot.weight.numel() == 0:
@@ -132,36 +134,40 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
         met = layout(grad), slot.rule, slot.norm_sq is None
         known = slot.memo.get("row")
         if known is not None and known[0] == met:
-            groups[known[1]].append((slot, grad, known[2]))
-            continue
-        given = grad
-        dense, grad = _densify(slot, grad)
-        if dense is not slot:
-            staged.append((slot, dense))
-        tensors = [grad, *(tensor for _, tensor in dense.tensors())]
-        row = grad.shape[-1] if dense.is_scaled and grad.dim() else grad.numel()
-        aligned = all(t.data_ptr() % 16 == 0 for t in tensors) and row % 16 == 0
-        key = (
-            slot.rule,
-            compiled_codes(dense),
-            tuple(TL_DTYPES[as_bytes(state).dtype] for state in dense.states),
-            dense.is_scaled,
-            as_bytes(slot.weight).dtype,
-            grad.dtype,
-            slot.master is not None,
-            slot.weight_scale is not None,
-            None if slot.noise is None else slot.noise.is_grouped,
-            aligned,
-        )
-        row = row_of(dense, grad)
-        if dense is slot and grad is given:
-            slot.memo["row"] = met, key, row
-        groups[key].append((dense, grad, row))
-    for key, members in groups.items():
+            _, key, row = known
+            dense, formed = slot, grad
+        else:
+            dense, formed = _densify(slot, grad)
+            key, row = _kind(dense, formed), row_of(dense, formed)
+            if dense is not slot:
+                staged.append((slot, dense))
+            elif formed is grad:
+                slot.memo["row"] = met, key, row
+        groups.setdefault(id(key), (key, []))[1].append((dense, formed, row))
+    for key, members in groups.values():
         _launch(*key, *zip(*members, strict=True), multiplier)
     for slot, dense in staged:
         for (_, target), (_, source) in zip(slot.tensors(), dense.tensors(), strict=True):
             target.data.copy_(source)
+
+
+def _kind(slot: Slot, grad: Tensor) -> tuple:
+    """What all weights of one launch have in common, as :func:`_launch` takes it: one tuple for all that are equal."""
+    tensors = [grad, *(tensor for _, tensor in slot.tensors())]
+    row = grad.shape[-1] if slot.is_scaled and grad.dim() else grad.numel()
+    kind = (
+        slot.rule,
+        compiled_codes(slot),
+        tuple(TL_DTYPES[as_bytes(state).dtype] for state in slot.states),
+        slot.is_scaled,
+        as_bytes(slot.weight).dtype,
+        grad.dtype,
+        slot.master is not None,
+        slot.weight_scale is not None,
+        None if slot.noise is None else slot.noise.is_grouped,
+        all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and row % 16 == 0,
+    )
+    return _kinds.setdefault(kind, kind)
 
 
 def _launch(
