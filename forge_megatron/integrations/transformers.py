@@ -47,7 +47,7 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
         {"params": [p for name, p in named if name in decayed], "weight_decay": args.weight_decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
-    waits = (args.max_grad_norm or 0) > 0 or args.gradient_accumulation_steps > 1 or args.fp16
+    waits = args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1 or args.fp16
     trainer.optimizer = attach_model(
         trainer.model,
         "adamw",

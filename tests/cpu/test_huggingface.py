@@ -120,6 +120,27 @@ def test_a_trainer_trains_as_with_torchs_adamw(tmp_path, make, changes):  # fiel
     assert optimizer._plan.waits == (changes.get("max_grad_norm", 1.0) > 0)
 
 
+def test_twenty_micro_batches_in_windows_of_eight(tmp_path):  # field log row 13
+    """Three steps; the last window's four are weighed by their tokens, as the Trainer does."""
+    changes = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
+    ours, theirs = (train(llama(), tmp_path, 20, ours=is_ours, **changes) for is_ours in (True, False))
+    assert ours.state.global_step == 3
+    assert all(state["step"] == 3 for state in ours.optimizer.optimizer.state.values())
+    expect_same_run(ours, theirs)
+
+
+def test_a_smoothed_loss_does_not_scale_with_the_number_of_micro_batches(tmp_path):  # field log row 23
+    runs = [
+        train(llama(), tmp_path, 8, ours=True, label_smoothing_factor=0.1, **changes)
+        for changes in (
+            {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+            {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1},
+        )
+    ]
+    one, eight = (logged(run, "grad_norm")[0] for run in runs)
+    assert abs(eight - one) <= 1e-5 * one
+
+
 def test_a_trainer_in_bf16(tmp_path):
     """Autocast: the gradients of both are rounded to bf16 once, in another place; one step of AdamW is lr."""
     ours = train(llama(), tmp_path, 8, ours=True, bf16=True)

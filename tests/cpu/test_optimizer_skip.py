@@ -78,6 +78,7 @@ def test_an_atomic_skip_leaves_every_bit(backend, bad, layer, options):  # field
         *((rule, {}) for rule in ("galore", "apollo")),
         ("adamw", {"recipe": "int8"}),
         ("adamw", {"recipe": "fp8"}),
+        ("adamw", {"recipe": "sr-store"}),
     ],
 )
 def test_rules_and_formats_that_read_more_than_a_coordinate_are_skipped_whole(rule, options):
