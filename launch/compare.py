@@ -90,5 +90,16 @@ def compare(name: str, out: Path, overrides: list[str]) -> int:
     return 0
 
 
+def main(argv: list[str]) -> int:
+    if len(argv) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        return compare(argv[0], Path(argv[1]), argv[2:])
+    except config.RecipeError as error:
+        print(f"launch.compare: {error}", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(compare(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(sys.argv[1:]))

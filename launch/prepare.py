@@ -54,7 +54,7 @@ def prepare(files: list[Path], out: Path, tokenizer_name: str = "byte", valid_ev
         validation bytes' unigram entropy in bits, and a SHA-256 of the token files.
 
     Raises:
-        ValueError: no document would be left in a split.
+        ValueError: no document would be left in a split, or there is no such tokenizer.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -63,7 +63,10 @@ def prepare(files: list[Path], out: Path, tokenizer_name: str = "byte", valid_ev
             f"--valid-every={valid_every} with {len(files)} files leaves a split empty: "
             f"between 2 and the number of files"
         )
-    tokenizer = build_tokenizer(tokenizer_name)
+    try:
+        tokenizer = build_tokenizer(tokenizer_name)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"--tokenizer={tokenizer_name}: {error}") from error
     out.mkdir(parents=True, exist_ok=True)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefixes = {split: out / split for split in ("train", "valid")}
@@ -109,7 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--text needs --out")
     quiet.hush()
     files = stdlib_sources() if arguments.stdlib else arguments.text
-    description = prepare(files, out, arguments.tokenizer, arguments.valid_every)
+    try:
+        description = prepare(files, out, arguments.tokenizer, arguments.valid_every)
+    except (OSError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
     json.dump(description, sys.stdout, indent=2)
     print()
     return 0

@@ -116,3 +116,19 @@ def test_the_standard_library_is_there_and_in_order():
 def test_entropy_by_hand():
     assert prepare.entropy_bits(Counter("abcd")) == 2.0
     assert prepare.entropy_bits(Counter("aaaa")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "nowhere.txt", "elsewhere.txt", "--valid-every", "2"], "nowhere.txt"),
+        (["--text", __file__], "--valid-every=20 with 1 files"),
+        (["--text", __file__, __file__, "--valid-every", "2", "--tokenizer", "no/such-folder"], "no/such-folder"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said_in_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as ended:
+        prepare.main([*arguments, "--out", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
