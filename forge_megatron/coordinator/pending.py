@@ -38,14 +38,14 @@ class Pending:
         Args:
             ordinary_only: owned weights have been measured.
         """
-        for owned in () if ordinary_only else self.waiting:
-            kernels.wgrad_norm_sq(
-                owned.factors.segments,
-                owned.slot.norm_sq,
-                accumulator=summed_before(owned),
-                shape=owned.weight.shape,
-                backend=self.backend,
-            )
+        waiting = () if ordinary_only else self.waiting
+        kernels.wgrad_norms_sq(
+            [owned.factors.segments for owned in waiting],
+            [owned.slot.norm_sq for owned in waiting],
+            accumulators=[summed_before(owned) for owned in waiting],
+            shapes=[owned.weight.shape for owned in waiting],
+            backend=self.backend,
+        )
         for slots in self.ordinary.values():
             norms = torch._foreach_norm([local(dense(slot.weight.grad)).float() for slot in slots])
             for slot, norm in zip(slots, norms, strict=True):

@@ -1,6 +1,6 @@
 """The fused weight-gradient and optimizer kernels, and the step of materialised gradients."""
 
-from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_step, wgrad_steps
+from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_norms_sq, wgrad_step, wgrad_steps
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
@@ -38,6 +38,7 @@ __all__ = [
     "wgrad",
     "wgrad_accumulate",
     "wgrad_norm_sq",
+    "wgrad_norms_sq",
     "wgrad_step",
     "wgrad_steps",
     "without_autocast",

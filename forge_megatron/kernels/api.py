@@ -12,6 +12,7 @@ Nothing here records autograd history, bumps a version counter or synchronises w
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -150,6 +151,31 @@ def wgrad_norm_sq(
     if accumulator is not None:
         check_accumulator("wgrad_norm_sq", accumulator, shape, out.device)
     fused.wgrad_norm_sq(segments, out, accumulator, shape, backend)
+
+
+@entrance
+def wgrad_norms_sq(
+    segments: Sequence[Sequence[Segment]],
+    outs: Sequence[Tensor],
+    *,
+    accumulators: Sequence[Tensor | None],
+    shapes: Sequence[torch.Size],
+    backend: str = "auto",
+) -> None:
+    """:func:`wgrad_norm_sq` of many weights, one of each sequence; on Triton in few launches for all.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit; that weight's ``out`` has not changed then.
+    """
+    together = defaultdict(list)
+    for factors, out, accumulator, shape in zip(segments, outs, accumulators, shapes, strict=True):
+        if accumulator is None and fused.measures_together(factors, out, shape, backend):
+            check_segments("wgrad_norms_sq", factors, shape, out.device)
+            together[out.device, factors[0][0].dtype, out.dtype].append((factors, out, shape))
+        else:
+            wgrad_norm_sq(factors, out, accumulator=accumulator, shape=shape, backend=backend)
+    for members in together.values():
+        fused.wgrad_norms_sq(*zip(*members, strict=True))
 
 
 @entrance

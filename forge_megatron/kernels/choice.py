@@ -2,7 +2,7 @@
 
 ========== =====================================================================================
 hopper     warp-specialised, on compute capability 9.0: a tile's state moves beside another's GEMM;
-           states in fp32 or bf16, weights rounded to nearest
+           states in fp32 or bf16
 cublas     the GEMM into a scratch of one weight, summed in fp32, and one elementwise step
 triton     portable: a tile's GEMM, then its step
 reference  torch, in blocks of rows
@@ -26,6 +26,9 @@ from .slot import Segment, Slot
 #: Bytes to which the copy engine's rows are aligned.
 ROW_ALIGNMENT = 16
 
+#: Coordinates from which the Hopper kernel adds to an accumulator faster than the portable one, with its longer launch.
+LARGE = 1 << 24
+
 
 def choose(
     shape: Sequence[int],
@@ -35,6 +38,7 @@ def choose(
     dtype: torch.dtype = torch.bfloat16,
     element_bytes: int = MEASURED_BYTES,
     accumulator: bool = False,
+    stochastic: bool = False,
     backend: str = "auto",
 ) -> str:
     """Return the kernel's name for contiguous operands: what ``coverage`` shows.
@@ -46,6 +50,7 @@ def choose(
         dtype: of weight, dY and X.
         element_bytes: of weight, master and states together, for one coordinate.
         accumulator: whether a gradient that was summed before comes in too.
+        stochastic: whether the weight is rounded stochastically.
         backend: what the user asked for; anything but ``"auto"`` is only checked.
 
     Raises:
@@ -56,11 +61,13 @@ def choose(
         return resolved
     half = dtype in (torch.bfloat16, torch.float16)
     aligned = all(extent * dtype.itemsize % ROW_ALIGNMENT == 0 for extent in shape)
-    if accumulator or not (half and aligned and tokens and min(shape)) or not is_hopper(torch.device(device)):
+    if not (half and aligned and tokens and min(shape)) or not is_hopper(torch.device(device)):
         return "triton"
+    if accumulator:
+        return "hopper" if has_tried_gluon() else "triton"
     if not has_tried_gluon():
         return "cublas"
-    sizes = (*shape, tokens, element_bytes)
+    sizes = (*shape, tokens, element_bytes, stochastic)
     return "hopper" if hopper_us(choose_config(*sizes), *sizes) <= cublas_us(*sizes) else "cublas"
 
 
@@ -82,13 +89,15 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
         dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32,
         element_bytes=slot.element_bytes,
         accumulator=accumulator is not None,
+        stochastic=slot.noise is not None,
         backend=backend,
     )
-    if chosen == "hopper" and (accumulator is not None or not _hopper().supports(slot, segments)):
+    if chosen == "hopper" and not _hopper().supports(slot, segments, accumulator):
         if backend == "hopper":
             raise ValueError(
                 f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
-                "of unit stride, some tokens, no accumulator, states in fp32 or bf16, and weights rounded to nearest; "
+                "of unit stride as the weight's, the states' and the accumulator's, some tokens, and states in fp32 or "
+                "bf16; "
                 'use backend="auto"'
             )
         chosen = "cublas"
@@ -100,6 +109,11 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
             )
         chosen = "triton"
     return chosen
+
+
+def adds_by_hopper(out: Tensor, accumulator: Tensor | None) -> bool:
+    """Whether ``"auto"`` takes the Hopper kernel to add a gradient to ``accumulator``, where it can."""
+    return accumulator is not None and out.numel() >= LARGE and is_hopper(out.device) and has_tried_gluon()
 
 
 def _hopper():

@@ -14,11 +14,12 @@ import math
 #: Bytes of a coordinate in a bf16 weight with two bf16 states, at which the constants were measured.
 MEASURED_BYTES = 6
 
-#: configuration -> rows and columns of a tile, µs that a tile's weight and states take, µs of 1024 tokens of a tile.
+#: configuration -> rows and columns of a tile, µs that a tile's weight and states take, µs of 1024 tokens of a tile,
+#: µs of its random bits.
 TILES = {
-    "pp64": (64, 128, 2.2, 3.6),
-    "pp128": (128, 128, 5.2, 5.3),
-    "co256": (128, 256, 12.7, 10.1),
+    "pp64": (64, 128, 2.2, 3.6, 1.9),
+    "pp128": (128, 128, 5.2, 5.3, 3.6),
+    "co256": (128, 256, 12.7, 10.1, 5.9),
 }
 LAUNCH_US = 5.0
 PROCESSORS = 132
@@ -27,38 +28,60 @@ PROCESSORS = 132
 CUBLAS_LAUNCH_US = 3.7
 CUBLAS_FLOPS_PER_US = 7.6e8
 STEP_BYTES_PER_US = 4.5e6
+RANDOM_WORDS_PER_US = 2.5e6
 
 
-def hopper_us(configuration: str, rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES) -> float:
+def hopper_us(
+    configuration: str,
+    rows: int,
+    columns: int,
+    tokens: int,
+    element_bytes: int = MEASURED_BYTES,
+    stochastic: bool = False,
+) -> float:
     """µs of the Hopper kernel for an ``[rows, columns]`` gradient, with ``element_bytes`` of weight and states."""
-    height, width, moved, multiplied = TILES[configuration]
+    height, width, moved, multiplied, rounded = TILES[configuration]
     tiles = math.ceil(rows / height) * math.ceil(columns / width)
-    each = moved * element_bytes / MEASURED_BYTES + multiplied * tokens / 1024
+    each = moved * element_bytes / MEASURED_BYTES + multiplied * tokens / 1024 + (rounded if stochastic else 0.0)
     return LAUNCH_US + math.ceil(tiles / PROCESSORS) * each
 
 
-def cublas_us(rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES) -> float:
+def cublas_us(
+    rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES, stochastic: bool = False
+) -> float:
     """µs of a GEMM into an fp32 scratch and one elementwise step, which reads the scratch again."""
     size = rows * columns
     multiplied = 2 * size * tokens / CUBLAS_FLOPS_PER_US
-    return CUBLAS_LAUNCH_US + multiplied + size * (8 + 2 * element_bytes) / STEP_BYTES_PER_US
+    rounded = size / RANDOM_WORDS_PER_US if stochastic else 0.0
+    return CUBLAS_LAUNCH_US + multiplied + size * (8 + 2 * element_bytes) / STEP_BYTES_PER_US + rounded
 
 
-#: Multiplications and additions a µs: of the norm's kernel, and of a GEMM as small as a Gram matrix. Those of a GPU
-#: were not fitted: they are the rates above with a margin, and those of a CPU are one core's.
-NORM_FLOPS_PER_US = {("cuda", False): 6e8, ("cuda", True): 3e7}
-GRAM_FLOPS_PER_US = {("cuda", False): 4e8, ("cuda", True): 4e7}
-GRAM_LAUNCHES_US = {"cuda": 60.0}
-CPU_FLOPS_PER_US = 5e4
-CPU_CALLS_US = 100.0
+#: Multiplications and additions a µs: of a norm whose fp32 gradient is formed, and of a GEMM as small as a Gram matrix.
+NORM_FLOPS_PER_US = {"cuda": 3e7, "cpu": 5e4}
+GRAM_FLOPS_PER_US = {"cuda": 4e7, "cpu": 5e4}
+GRAM_CALLS_US = {"cuda": 400.0, "cpu": 100.0}
+
+#: The same of 16-bit factors, for many weights in one launch, and the tokens that a tile has beyond its triangle.
+FORMED_FLOPS_PER_US = 4.7e8
+GRAMS_FLOPS_PER_US = 4.5e8
+GRAMS_TILE = 128
 
 
-def direct_norm_us(rows: int, columns: int, tokens: int, device: str, fp32: bool) -> float:
-    """µs of a norm whose gradient is formed tile by tile."""
-    return 2 * rows * columns * tokens / NORM_FLOPS_PER_US.get((device, fp32), CPU_FLOPS_PER_US)
+def direct_norm_us(rows: int, columns: int, tokens: int, device: str) -> float:
+    """µs of a norm whose gradient is formed tile by tile, from fp32 factors."""
+    return 2 * rows * columns * tokens / NORM_FLOPS_PER_US[device]
 
 
-def gram_norm_us(rows: int, columns: int, tokens: int, device: str, fp32: bool) -> float:
-    """µs of a norm from two Gram matrices of the tokens, and of their estimate of its error."""
-    multiplied = 2 * tokens * tokens * (rows + columns) / GRAM_FLOPS_PER_US.get((device, fp32), CPU_FLOPS_PER_US)
-    return GRAM_LAUNCHES_US.get(device, CPU_CALLS_US) + multiplied
+def gram_norm_us(rows: int, columns: int, tokens: int, device: str) -> float:
+    """µs of a norm from two Gram matrices of the tokens, and of their estimate of its error, from fp32 factors."""
+    return GRAM_CALLS_US[device] + 2 * tokens * tokens * (rows + columns) / GRAM_FLOPS_PER_US[device]
+
+
+def formed_norm_us(rows: int, columns: int, tokens: int) -> float:
+    """µs of a norm whose gradient is formed, among those of other weights, from 16-bit factors."""
+    return 2 * rows * columns * tokens / FORMED_FLOPS_PER_US
+
+
+def grams_norm_us(rows: int, columns: int, tokens: int) -> float:
+    """µs of a norm from one triangle of each of two Gram matrices, among those of other weights."""
+    return tokens * (tokens + GRAMS_TILE) * (rows + columns) / GRAMS_FLOPS_PER_US

@@ -95,9 +95,9 @@ def dense_step_kernel(
     )
 
 
-def launch(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> Callable[..., None]:
+def launch(slot: Slot, segments: Sequence[Segment], *others) -> Callable[..., None]:
     """As :func:`fused.launch`, for operands that :func:`supports` has taken."""
-    return lambda slot, segments, _, multiplier: wgrad_step(slot, segments, multiplier)
+    return lambda slot, segments, _accumulator, multiplier: wgrad_step(slot, segments, multiplier)
 
 
 def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
-from .choice import choose_for
+from .choice import adds_by_hopper, choose_for
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
 
@@ -44,7 +44,7 @@ def launch(
     """What :func:`wgrad_step` calls with the same operands, and with others of the same layout."""
     chosen = choose_for(slot, segments, accumulator, backend)
     if chosen in WGRAD_ONLY:
-        return importlib.import_module(f".{chosen}_wgrad", __package__).launch(slot, segments, multiplier)
+        return _wgrad_only(chosen).launch(slot, segments, accumulator, multiplier)
     return _module(chosen, "wgrad").wgrad_step
 
 
@@ -59,15 +59,35 @@ def wgrad_norm_sq(
     """Write the sum of squares of a gradient of ``shape`` to ``out``; ``channels`` as :func:`wgrad_step`'s."""
     module = _module(resolve_backend(out.device, backend), "wgrad")
     known = None
-    if accumulator is None and channels is None and pays(segments, *shape):
+    plain = accumulator is None and channels is None
+    if backend == "hopper" and plain and _wgrad_only("hopper").takes_operands(segments, shape):
+        _wgrad_only("hopper").wgrad_norm_sq(segments, out, shape)
+        return
+    if plain and pays(segments, *shape):
         known = gram_norm_sq(segments)
     module.wgrad_norm_sq(segments, out, accumulator, shape, known, channels)
+
+
+def measures_together(segments: Sequence[Segment], out: Tensor, shape: torch.Size, backend: str) -> bool:
+    """Whether :func:`wgrad_norms_sq` takes such factors."""
+    if backend == "hopper" or resolve_backend(out.device, backend) == "reference":
+        return False
+    return _module("triton", "norms").takes(segments, shape)
+
+
+def wgrad_norms_sq(factors: Sequence[Sequence[Segment]], outs: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+    """Write the sums of squares of many gradients, from factors of one device and dtype, to outs of one dtype."""
+    _module("triton", "norms").wgrad_norms_sq(factors, outs, shapes)
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:
     """Write the gradient to ``out``, which may be ``accumulator``."""
     if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
-        importlib.import_module(".cublas_wgrad", __package__).wgrad_write(segments, out)
+        _wgrad_only("cublas").wgrad_write(segments, out)
+    elif (backend == "hopper" or (backend == "auto" and adds_by_hopper(out, accumulator))) and _wgrad_only(
+        "hopper"
+    ).takes_write(segments, out, accumulator):
+        _wgrad_only("hopper").wgrad_write(segments, out, accumulator)
     else:
         _module(resolve_backend(out.device, backend), "wgrad").wgrad_write(segments, out, accumulator)
 
@@ -75,6 +95,10 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
     """Step weights of one device from gradients that are in memory."""
     _module(resolve_backend(slots[0].weight.device, backend), "step").step(slots, grads, multiplier)
+
+
+def _wgrad_only(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}_wgrad", __package__)
 
 
 def _module(backend: str, part: str) -> ModuleType:

@@ -24,9 +24,6 @@ TOLERANCE = 1e-5
 #: truncates, always to the same side), and at random, in proportion to the two tokens' lengths.
 ROUNDINGS = 8.0
 
-#: Components that a tensor core sums up in one go.
-BLOCK = 256
-
 #: Below, squares of a token's components may not be fp32 numbers.
 SMALLEST = 1e-30
 
@@ -37,10 +34,13 @@ def pays(segments: Sequence[Segment], rows: int, columns: int) -> bool:
         return False
     tokens = sum(dy.shape[0] for dy, _ in segments)
     dy, x = segments[0]
-    kind = dy.device.type, torch.float32 in (dy.dtype, x.dtype)
-    if kind == ("cuda", True) and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return False
-    return 0 < gram_norm_us(rows, columns, tokens, *kind) < direct_norm_us(rows, columns, tokens, *kind)
+    device = dy.device.type
+    if device == "cuda":
+        # 16-bit factors have :mod:`.triton_norms`, and TF32 has not the digits.
+        fp32 = dy.dtype is x.dtype is torch.float32
+        if not fp32 or torch.backends.cuda.matmul.fp32_precision == "tf32":
+            return False
+    return 0 < gram_norm_us(rows, columns, tokens, device) < direct_norm_us(rows, columns, tokens, device)
 
 
 def gram_norm_sq(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
@@ -61,24 +61,10 @@ def gram_norm_sq(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     return norm_sq * dy_largest.double() * x_largest.double(), sure
 
 
-def _by_blocks(joined: Tensor) -> Tensor:
-    """Inner products of 16-bit rows. A tensor core truncates as it sums, so that long sums of squares come out low."""
-    whole = joined.shape[1] // BLOCK * BLOCK
-    products = torch.mm(joined[:, whole:], joined[:, whole:].t(), out_dtype=torch.float32)
-    if whole:
-        blocks = joined[:, :whole].unflatten(1, (-1, BLOCK)).transpose(0, 1)
-        products += torch.bmm(blocks, blocks.mT, out_dtype=torch.float32).sum(0)
-    return products
-
-
 def _gram(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Inner products of all tokens, fp32 ``[T, T]``, over the largest of them, which is returned too."""
     joined = factors[0] if len(factors) == 1 else torch.cat(list(factors))
-    if joined.dtype is torch.float32:
-        products = joined @ joined.t()
-    elif joined.is_cuda:
-        products = _by_blocks(joined)
-    else:
-        products = joined.float() @ joined.float().t()
+    joined = joined.float()
+    products = joined @ joined.t()
     largest = products.diagonal().max()
     return products.div_(largest), largest

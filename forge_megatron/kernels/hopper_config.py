@@ -29,7 +29,6 @@ class Config:
         slots: sub-tiles of weight and state in shared memory; even without ``pingpong``.
         group: rows of tiles that are walked together, column by column, and share X in L2.
         chunks: columns of a sub-tile are stepped in so many parts: fewer registers at once.
-        unroll: sub-tiles that are written out in the code, of a loop over all of a tile's.
         sub_i: columns of a sub-tile.
     """
 
@@ -41,7 +40,6 @@ class Config:
     slots: int
     group: int
     chunks: int = 2
-    unroll: int = 1
     sub_i: int = 64
 
     @property
@@ -66,25 +64,28 @@ CONFIGS = {
 
 
 @functools.cache
-def choose_config(rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES) -> str:
+def choose_config(
+    rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES, stochastic: bool = False
+) -> str:
     """Return the configuration that :mod:`.cost` expects to be the fastest for an ``[rows, columns]`` gradient.
 
     Args:
         tokens: of all segments together.
-        element_bytes: of weight, master and states together, for one coordinate.
+        element_bytes: of weight, master, states and accumulator together, for one coordinate.
+        stochastic: whether the weight is rounded so.
     """
-    return min(CONFIGS, key=lambda name: hopper_us(name, rows, columns, tokens, element_bytes))
+    return min(CONFIGS, key=lambda name: hopper_us(name, rows, columns, tokens, element_bytes, stochastic))
 
 
 @functools.cache
 def fit(config: Config, widest: int, element_bytes: int) -> Config | None:
     """Return ``config`` with sub-tiles, slots and stages that fit a weight's storage.
 
-    A sub-tile's widest row is 128 bytes: shorter rows read the DRAM worse, longer ones would be
+    A sub-tile's widest row is 128 bytes: shorter rows read the DRAM worse, longer ones are
     cut in two by the swizzle.
 
     Args:
-        widest: bytes of the widest element among the weight, its master and its states.
+        widest: bytes of the widest element among the weight, its master, its states and its accumulator.
         element_bytes: bytes of all of them together, for one coordinate.
 
     Returns:

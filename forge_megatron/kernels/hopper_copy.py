@@ -54,8 +54,9 @@ def produce_operands(walk, operands, stages, TILE: gl.constexpr):
 
 
 @gluon.jit
-def sub_tile_origin(index, row, column, TILE: gl.constexpr, SUB_I: gl.constexpr, PINGPONG: gl.constexpr):
+def sub_tile_origin(index, row, column, TILE: gl.constexpr, PINGPONG: gl.constexpr):
     """Where the sub-tile ``index`` of a tile lies; shared tiles interleave the two consumers'."""
+    SUB_I: gl.constexpr = TILE[2]
     WIDTH: gl.constexpr = TILE[1] // SUB_I
     if PINGPONG:
         return row + (index // WIDTH) * PANEL, column + (index % WIDTH) * SUB_I
@@ -67,40 +68,43 @@ def sub_tile_origin(index, row, column, TILE: gl.constexpr, SUB_I: gl.constexpr,
 
 @gluon.jit
 def load_slots(walk, descriptors, slots, TILE: gl.constexpr, PINGPONG: gl.constexpr, BYTES: gl.constexpr):
-    tiles = walk[0] * walk[1]
-    moved, _rounded = descriptors
-    moved_slots, _rounded_slots, ready, _done, free = slots
-    SLOTS: gl.constexpr = moved_slots[0].shape[0]
-    SUB_I: gl.constexpr = moved_slots[0].shape[2]
-    COUNT: gl.constexpr = TILE[0] // PANEL * (TILE[1] // SUB_I)
+    moved, rounded, added = descriptors
+    moved_slots, _rounded_slots, added_slots, ready, _done, free = slots
+    tiles = walk[0] * walk[1] if len(moved) + len(rounded) > 0 else 0
+    SLOTS: gl.constexpr = TILE[3]
+    COUNT: gl.constexpr = TILE[0] // PANEL * (TILE[1] // TILE[2])
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = tile_origin(tile, walk, TILE)
         for index in range(COUNT):
             slot = n % SLOTS
-            r, c = sub_tile_origin(index, row, column, TILE, SUB_I, PINGPONG)
+            r, c = sub_tile_origin(index, row, column, TILE, PINGPONG)
             mbarrier.wait(free.index(slot), ((n // SLOTS) & 1) ^ 1)
             filled = ready.index(slot)
-            mbarrier.expect(filled, BYTES)
-            for each in gl.static_range(len(moved)):
-                async_load(moved[each], [r, c], filled, moved_slots[each].index(slot))
+            if len(moved) + len(added) > 0:
+                mbarrier.expect(filled, BYTES)
+                for each in gl.static_range(len(moved)):
+                    async_load(moved[each], [r, c], filled, moved_slots[each].index(slot))
+                for each in gl.static_range(len(added)):
+                    async_load(added[each], [r, c], filled, added_slots[each].index(slot))
+            else:
+                mbarrier.arrive(filled, count=1)
             n += 1
 
 
 @gluon.jit
 def store_slots(walk, descriptors, slots, TILE: gl.constexpr, PINGPONG: gl.constexpr):
-    tiles = walk[0] * walk[1]
-    moved, rounded = descriptors
-    moved_slots, rounded_slots, _ready, done, free = slots
-    SLOTS: gl.constexpr = moved_slots[0].shape[0]
-    SUB_I: gl.constexpr = moved_slots[0].shape[2]
-    COUNT: gl.constexpr = TILE[0] // PANEL * (TILE[1] // SUB_I)
+    moved, rounded, _added = descriptors
+    moved_slots, rounded_slots, _added_slots, _ready, done, free = slots
+    tiles = walk[0] * walk[1] if len(moved) + len(rounded) > 0 else 0
+    SLOTS: gl.constexpr = TILE[3]
+    COUNT: gl.constexpr = TILE[0] // PANEL * (TILE[1] // TILE[2])
     n = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = tile_origin(tile, walk, TILE)
         for index in range(COUNT):
             slot = n % SLOTS
-            r, c = sub_tile_origin(index, row, column, TILE, SUB_I, PINGPONG)
+            r, c = sub_tile_origin(index, row, column, TILE, PINGPONG)
             mbarrier.wait(done.index(slot), (n // SLOTS) & 1)
             for each in gl.static_range(len(moved)):
                 async_store(moved[each], [r, c], moved_slots[each].index(slot))

@@ -37,8 +37,12 @@ takes the n with ``n % 2 == c``, so a slot has one consumer, which takes its pha
 Pingpong: a consumer gets its turn only after the other has waited for all earlier u (``turn``)
 and all earlier n (``step``), so the phase before the one it waits for is complete.
 
-The rule's code is a loop over sub-tiles, whose accumulators move down by ``unroll`` sub-tiles each
-time. Written out for a whole tile, two consumers' code is more than the instruction cache holds.
+The rule's code is a loop over sub-tiles, whose accumulators move down by a sub-tile each time.
+Written out for a whole tile, two consumers' code is more than the instruction cache holds.
+
+What is written is the weight and its states, or with ``RULE`` None the gradient itself; and with no
+``written`` at all only its norm remains. Then nothing takes the slots but what is written: the loader
+hands over empty ones, or with ``ADD`` those of what the gradient is added to.
 """
 
 # ruff: noqa: RUF005 - Triton has no unpacking
@@ -54,7 +58,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_copy import PANEL, load_slots, produce_operands, store_slots
+from .hopper_copy import PANEL, load_slots, produce_operands, store_slots, sub_tile_origin, tile_origin
+from .hopper_epilogue import (
+    THREADS_OF_A_ROW,
+    gradient_parts,
+    load_noise,
+    own_squares,
+    step_sub_tile,
+    write_sub_tile,
+)
 
 
 @gluon.jit
@@ -84,44 +96,32 @@ def shifted(tiles, BY: gl.constexpr):
 
 
 @gluon.jit
-def columns(slots, slot, chunk: gl.constexpr, WIDTH: gl.constexpr):
-    if slots.shape[2] == WIDTH:
-        return slots.index(slot)
-    else:
-        return slots.index(slot).slice(chunk * WIDTH, WIDTH, dim=1)
-
-
-@gluon.jit
 def consume(
     walk,
     tokens,
     stages,
     slots,
     order,
-    scalars,
-    multiplier,
-    partials,
+    inputs,
     RULE: gl.constexpr,
     TILE: gl.constexpr,
     PINGPONG: gl.constexpr,
     CHUNKS: gl.constexpr,
-    UNROLL: gl.constexpr,
     SELF: gl.constexpr,
 ):
     tiles = walk[0] * walk[1]
     a_ring, b_ring, full, empty = stages
-    moved_slots, rounded_slots, ready, done, _free = slots
+    moved_slots, rounded_slots, added_slots, ready, done, _free = slots
+    scalars, noise, multiplier, partials = inputs
     turn, step = order
-    UPDATE: gl.constexpr = RULE[0]
-    N_SCALARS: gl.constexpr = RULE[1]
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_T: gl.constexpr = b_ring.shape[1]
     BLOCK_I: gl.constexpr = b_ring.shape[2]
     ALL_PANELS: gl.constexpr = a_ring.shape[0] // STAGES
     PANELS: gl.constexpr = ALL_PANELS if PINGPONG else ALL_PANELS // 2
     FIRST_PANEL: gl.constexpr = 0 if PINGPONG else SELF * PANELS
-    SLOTS: gl.constexpr = moved_slots[0].shape[0]
-    SUB_I: gl.constexpr = moved_slots[0].shape[2]
+    SUB_I: gl.constexpr = TILE[2]
+    SLOTS: gl.constexpr = TILE[3]
     PARTS: gl.constexpr = BLOCK_I // SUB_I
     #: Sub-tiles of a job, and from one of this consumer's to its next.
     COUNT: gl.constexpr = ALL_PANELS * PARTS
@@ -131,10 +131,14 @@ def consume(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
     WIDTH: gl.constexpr = SUB_I // CHUNKS
     sub: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    IN_SLOTS: gl.constexpr = len(moved_slots) + len(rounded_slots) > 0
 
     h = ()
-    for index in gl.static_range(N_SCALARS):
-        h = h + (gl.load(scalars + index),)
+    if RULE is not None:
+        N_SCALARS: gl.constexpr = RULE[1]
+        for index in gl.static_range(N_SCALARS):
+            h = h + (gl.load(scalars + index),)
+    words = load_noise(noise)
     scale = 1.0
     if len(multiplier) > 0:
         scale = gl.load(multiplier[0])
@@ -145,6 +149,7 @@ def consume(
     job = SELF if PINGPONG else 0
     first = gl.program_id(0) + job * gl.num_programs(0)
     for tile in range(first, tiles, JOBS * gl.num_programs(0)):
+        tile_row, tile_column = tile_origin(tile, walk, TILE)
         if PINGPONG:
             # Phase p of turn[c] ends c's p-th wait; consumer 0's first needs nobody.
             mbarrier.wait(turn.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
@@ -168,85 +173,42 @@ def consume(
         acc = all_but(acc, 0)
         mbarrier.arrive(empty.index((u + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
 
-        if PINGPONG:
-            mbarrier.wait(step.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
-        n = job * COUNT + FIRST
-        squares = gl.zeros([PANEL], gl.float32, gl.SliceLayout(1, sub))
+        squares = gl.zeros([PANEL, 4], gl.float32, THREADS_OF_A_ROW)
         tiles_left = ()
         for panel in gl.static_range(PANELS):
             tiles_left = tiles_left + column_parts(acc[panel], PARTS * CHUNKS, sub)
-        for stepped in range(0, PANELS * PARTS, UNROLL):
-            for part in gl.static_range(UNROLL):
+        if not IN_SLOTS:
+            for each in gl.static_range(len(tiles_left)):
+                squares += own_squares(tiles_left[each])
+        else:
+            if PINGPONG:
+                mbarrier.wait(step.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
+            for nth in range(PANELS * PARTS):
+                row, column = sub_tile_origin(FIRST + nth * STRIDE, tile_row, tile_column, TILE, PINGPONG)
+                n = job * COUNT + FIRST + nth * STRIDE
                 slot = n % SLOTS
                 mbarrier.wait(ready.index(slot), (n // SLOTS) & 1)
                 if PINGPONG:
-                    mbarrier.arrive(step.index(1 - SELF), count=1, pred=stepped + part == COUNT - 1)
-                for chunk in gl.static_range(CHUNKS):
-                    g = tiles_left[part * CHUNKS + chunk]
-                    if len(partials) > 0:
-                        squares += gl.sum(g * g, 1)
-                    if len(multiplier) > 0:
-                        g = g * scale
-                    source = widen(columns(moved_slots[0], slot, chunk, WIDTH).load(sub))
-                    old = ()
-                    for each in gl.static_range(len(moved_slots) - 1):
-                        old = old + (widen(columns(moved_slots[each + 1], slot, chunk, WIDTH).load(sub)),)
-                    new_w, new = UPDATE(g, source, old, h)
-                    finite = gl.abs(g) <= 3.4028234663852886e38
-                    w = gl.where(finite, new_w, source)
-                    columns(moved_slots[0], slot, chunk, WIDTH).store(narrow(w, moved_slots[0].dtype))
-                    for each in gl.static_range(len(moved_slots) - 1):
-                        kept = gl.where(finite, new[each], old[each])
-                        columns(moved_slots[each + 1], slot, chunk, WIDTH).store(
-                            narrow(kept, moved_slots[each + 1].dtype)
-                        )
-                    for each in gl.static_range(len(rounded_slots)):
-                        columns(rounded_slots[each], slot, chunk, WIDTH).store(narrow(w, rounded_slots[each].dtype))
+                    mbarrier.arrive(step.index(1 - SELF), count=1, pred=nth == COUNT - 1)
+                parts, squares = gradient_parts(
+                    tiles_left, added_slots, slot, scale, squares, len(multiplier) > 0, len(partials) > 0, CHUNKS, sub
+                )
+                place = (slot, row, column)
+                if RULE is None:
+                    write_sub_tile(parts, (moved_slots, rounded_slots), place, CHUNKS, sub)
+                else:
+                    step_sub_tile(parts, (moved_slots, rounded_slots), place, h, words, RULE, CHUNKS, sub)
                 # The copy engine reads next what these threads wrote.
                 fence_async_shared()
                 mbarrier.arrive(done.index(slot), count=1)
-                n += STRIDE
-            tiles_left = shifted(tiles_left, UNROLL * CHUNKS)
+                tiles_left = shifted(tiles_left, CHUNKS)
         if len(partials) > 0:
+            # One a warp: their sum would wait for all of them.
+            warps: gl.constexpr = gl.DistributedLinearLayout([], [[0]] * 5, [[1], [2]], [], [4])
+            by_warp = gl.convert_layout(gl.sum(gl.sum(squares, 1).reshape([4, 16]), 1), warps, assert_trivial=True)
             cell = tile if PINGPONG else 2 * tile + SELF
-            gl.store(partials[0] + cell, gl.sum(squares, 0))
+            gl.store(partials[0] + 4 * cell + gl.arange(0, 4, layout=warps), by_warp)
         job += JOBS
-
-
-@gluon.jit
-def widen(x):
-    """``x`` in fp32. A pair of bf16 takes two instructions; the compiler's own way takes three."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=&r,=r,r",
-            [x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x.to(gl.float32)
-
-
-@gluon.jit
-def narrow(x, dtype: gl.constexpr):
-    """fp32 ``x`` rounded to ``dtype``, to nearest even.
-
-    Left to the compiler, the rounding would move into the branches of a select before it, and
-    pairs of values would no longer be rounded by one instruction.
-    """
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [x],
-            dtype=gl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x.to(dtype)
 
 
 @gluon.jit
@@ -285,25 +247,26 @@ def hopper_wgrad_step_kernel(
     x1,
     x2,
     x3,
-    weight,
+    written,
     master,
     state0,
     state1,
     state2,
+    added,
     scalars,
+    noise,
     multiplier,
     partials,
     group,
     RULE: gl.constexpr,
+    ADD: gl.constexpr,
     OPERAND: gl.constexpr,
     TILE: gl.constexpr,
     BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
     SLOT_BYTES: gl.constexpr,
     PINGPONG: gl.constexpr,
     CHUNKS: gl.constexpr,
-    UNROLL: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     # What is absent is left out of a tuple: a partition takes no None.
@@ -315,16 +278,22 @@ def hopper_wgrad_step_kernel(
     xs = xs if x1 is None else xs + (x1,)
     xs = xs if x2 is None else xs + (x2,)
     xs = xs if x3 is None else xs + (x3,)
-    moved = (weight,) if master is None else (master,)
-    rounded = () if master is None else (weight,)
+    outputs = () if written is None else (written,)
+    moved = outputs if RULE is not None or ADD else ()
+    rounded = () if RULE is not None or ADD else outputs
+    moved = moved if master is None else (master,)
+    rounded = rounded if master is None else outputs
     moved = moved if state0 is None else moved + (state0,)
     moved = moved if state1 is None else moved + (state1,)
     moved = moved if state2 is None else moved + (state2,)
+    added = () if added is None else (added,)
+    noise = () if noise is None else (noise,)
     multiplier = () if multiplier is None else (multiplier,)
     partials = () if partials is None else (partials,)
 
     TILE_O: gl.constexpr = TILE[0]
     TILE_I: gl.constexpr = TILE[1]
+    SLOTS: gl.constexpr = TILE[3]
     PANELS: gl.constexpr = TILE_O // PANEL
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, PANEL], OPERAND)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, TILE_I], OPERAND)
@@ -335,6 +304,7 @@ def hopper_wgrad_step_kernel(
 
     moved_slots = slot_buffers(moved, SLOTS)
     rounded_slots = slot_buffers(rounded, SLOTS)
+    added_slots = slot_buffers(added, SLOTS)
     ready = barriers(SLOTS, 1)
     done = barriers(SLOTS, 1)
     free = barriers(SLOTS, 1)
@@ -345,50 +315,16 @@ def hopper_wgrad_step_kernel(
     tokens = ()
     for segment in gl.static_range(len(dys)):
         tokens = tokens + (dys[segment].shape[0],)
-    walk = (gl.cdiv(weight.shape[0], TILE_O), gl.cdiv(weight.shape[1], TILE_I), group)
+    shape = (dys[0].shape[1], xs[0].shape[1])
+    walk = (gl.cdiv(shape[0], TILE_O), gl.cdiv(shape[1], TILE_I), group)
     stages = (a_ring, b_ring, full, empty)
-    slots = (moved_slots, rounded_slots, ready, done, free)
-    descriptors = (moved, rounded)
+    slots = (moved_slots, rounded_slots, added_slots, ready, done, free)
+    descriptors = (moved, rounded, added)
+    inputs = (scalars, noise, multiplier, partials)
     gl.warp_specialize(
         [
-            (
-                consume,
-                (
-                    walk,
-                    tokens,
-                    stages,
-                    slots,
-                    order,
-                    scalars,
-                    multiplier,
-                    partials,
-                    RULE,
-                    TILE,
-                    PINGPONG,
-                    CHUNKS,
-                    UNROLL,
-                    0,
-                ),
-            ),
-            (
-                consume,
-                (
-                    walk,
-                    tokens,
-                    stages,
-                    slots,
-                    order,
-                    scalars,
-                    multiplier,
-                    partials,
-                    RULE,
-                    TILE,
-                    PINGPONG,
-                    CHUNKS,
-                    UNROLL,
-                    1,
-                ),
-            ),
+            (consume, (walk, tokens, stages, slots, order, inputs, RULE, TILE, PINGPONG, CHUNKS, 0)),
+            (consume, (walk, tokens, stages, slots, order, inputs, RULE, TILE, PINGPONG, CHUNKS, 1)),
             (produce_operands, (walk, (dys, xs), stages, TILE)),
             (load_slots, (walk, descriptors, slots, TILE, PINGPONG, SLOT_BYTES)),
             (store_slots, (walk, descriptors, slots, TILE, PINGPONG)),

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-#: Bytes to which a table is aligned, and bytes of one weight's row at most.
+#: Bytes to which a table is aligned, and bytes of one weight's rows at most: of its step's and its norm's tables.
 ALIGNMENT = 256
-ROW_BYTES = 256
+ROW_BYTES = 1024
 
 #: Fewest elements of a weight that one program of a step takes, for each of which a table has an int32.
 FEWEST_ELEMENTS = 2048

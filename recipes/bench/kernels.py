@@ -179,7 +179,7 @@ def arms():
             config = replace(CANDIDATES[name], group=group)
             yield (
                 f"{name}/g{group}",
-                lambda slot, segments, c=config: hopper_wgrad.wgrad_step(slot, segments, None, c),
+                lambda slot, segments, c=config: hopper_wgrad.wgrad_step(slot, segments, None, None, c),
             )
 
 
@@ -221,7 +221,9 @@ def resources() -> dict[str, dict]:
     slot, segments = cell.members[0]
     used = {}
     for name, config in CANDIDATES.items():
-        positional, keywords = hopper_wgrad.arguments(slot, segments, None, None, hopper_wgrad.fitted(config, slot))
+        positional, keywords = hopper_wgrad.arguments(
+            slot, segments, None, None, None, hopper_wgrad.fitted_to(config, slot)
+        )
         kernel = hopper_wgrad.hopper_wgrad_step_kernel.warmup(*positional, grid=(1,), **keywords)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
         kernel._init_handles()

@@ -50,8 +50,8 @@ def main(kernel: str) -> None:
             from forge_megatron.kernels.hopper_config import CONFIGS
 
             assert hopper_wgrad.supports(slot, segments)
-            config = hopper_wgrad.fitted(CONFIGS["co256"], slot)
-            positional, keywords = hopper_wgrad.arguments(slot, segments, torch.zeros(()), torch.zeros(8), config)
+            config = hopper_wgrad.fitted_to(CONFIGS["co256"], slot)
+            positional, keywords = hopper_wgrad.arguments(slot, segments, None, torch.zeros(()), torch.zeros(8), config)
             step = hopper_wgrad.hopper_wgrad_step_kernel.warmup(*positional, grid=(1,), **keywords)
         step = step.result() if hasattr(step, "result") else step
         used[rule] = {"form": form, **compile_kernels.resources(step)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forge_megatron import kernels
-from forge_megatron.kernels import fused
+from forge_megatron.kernels import fused, triton_norms
 from forge_megatron.kernels.gram import gram_norm_sq, pays
 from tests.cpu.oracles import wgrad
 from tests.cpu.training import backends, batch
@@ -98,3 +98,80 @@ def test_it_is_chosen_for_few_tokens_of_wide_layers():
     assert not pays([], 2048, 2048)
     ids, values = torch.zeros(64, dtype=torch.int64), torch.empty(64, 2048)
     assert not pays([(ids, values)], 2048, 2048)
+
+
+HALF = {
+    "random": lambda: [(batch(150, 48).bfloat16(), batch(150, 40, seed=1).bfloat16())],
+    "correlated": lambda: [(correlated(150, 48, 0).bfloat16(), correlated(150, 40, 1).bfloat16())],
+    "segments": lambda: [(batch(t, 48, seed=t).half(), batch(t, 40, seed=2 * t).half()) for t in (131, 0, 5, 140)],
+    "one_token": lambda: [(batch(1, 48).bfloat16(), batch(1, 40, seed=1).bfloat16())],
+    "cancelled": lambda: [
+        (torch.cat([batch(16, 48), -batch(16, 48)]).bfloat16(), batch(16, 40).repeat(2, 1).bfloat16())
+    ],
+    "small": lambda: [((batch(9, 48) * 1e-24).bfloat16(), batch(9, 40).bfloat16())],
+    "zero": lambda: [(torch.zeros(24, 48).bfloat16(), batch(24, 40).bfloat16())],
+    "strided": lambda: [(batch(9, 64).bfloat16()[:, :48], batch(9, 40).bfloat16())],
+    "nan": lambda: [(batch(9, 48).index_fill_(0, torch.tensor([3]), torch.nan).bfloat16(), batch(9, 40).bfloat16())],
+}
+
+
+@pytest.fixture(params=[True, False], ids=["gram", "formed"])
+def either_way(request, monkeypatch):
+    """Whether every weight takes its Gram matrices, or none."""
+    monkeypatch.setattr(triton_norms, "grams_norm_us", lambda *_: 0.0 if request.param else 2.0)
+    monkeypatch.setattr(triton_norms, "formed_norm_us", lambda *_: 1.0)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_many_norms_at_once(either_way, dtype, monkeypatch):
+    """Weights of both dtypes, with what must be formed among them; each as fp64 by hand has it."""
+    monkeypatch.setattr(triton_norms, "PROGRAMS", 3)
+    factors = [case() for case in HALF.values()]
+    factors.append([(batch(9, 200).bfloat16(), batch(9, 136).bfloat16())])
+    # Not for these kernels: fp32, rows that are not 16 bytes apart, no token.
+    factors += [[(batch(9, 48), batch(9, 40))], [(batch(9, 7).bfloat16(), batch(9, 5).bfloat16())]]
+    factors.append([(torch.zeros(0, 48).bfloat16(), torch.zeros(0, 40).bfloat16())])
+    outs = [torch.full((), 7.0, dtype=dtype) for _ in factors]
+    shapes = [torch.Size((dy.shape[1], x.shape[1])) for [(dy, x), *_] in factors]
+    kernels.wgrad_norms_sq(factors, outs, accumulators=[None] * len(outs), shapes=shapes, backend="triton")
+    for name, segments, out in zip([*HALF, *range(4)], factors, outs, strict=True):
+        if name == "nan":
+            assert out.isnan()
+        elif name == "cancelled":
+            assert out.item() < 1e-9
+        else:
+            assert out.item() == pytest.approx(exact(segments), rel=1e-5), name
+
+
+def test_an_accumulator_is_in_the_norm():
+    segments = HALF["random"]()
+    added = [None, batch(48, 40)]
+    outs = [torch.zeros(()), torch.zeros(())]
+    kernels.wgrad_norms_sq(
+        [segments] * 2, outs, accumulators=added, shapes=[torch.Size((48, 40))] * 2, backend="triton"
+    )
+    whole = wgrad(segments, shape=(48, 40)) + added[1].double()
+    assert outs[0].item() == pytest.approx(exact(segments), rel=1e-5)
+    assert outs[1].item() == pytest.approx(whole.square().sum().item(), rel=1e-5)
+
+
+def test_only_what_is_sure_is_taken_from_the_gram_matrices(monkeypatch):
+    """The sums of what was formed are left out by a kernel that forms nothing: what is sure must not need them."""
+    monkeypatch.setattr(triton_norms, "grams_norm_us", lambda *_: 0.0)
+    monkeypatch.setattr(triton_norms, "formed_norm_us", lambda *_: 1.0)
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda table, segments, weights, known, partials, **options: partials.fill_(-1.0)
+
+    monkeypatch.setattr(triton_norms, "form_kernel", Nothing())
+    names = ("random", "segments", "cancelled", "zero", "small")
+    factors = [HALF[name]() for name in names]
+    for segments in factors:
+        out = torch.zeros((), dtype=torch.float64)
+        kernels.wgrad_norms_sq([segments], [out], accumulators=[None], shapes=[torch.Size((48, 40))], backend="triton")
+        if segments is factors[0] or segments is factors[1]:
+            assert out.item() == pytest.approx(exact(segments), rel=1e-5)
+        else:
+            assert out.item() == -triton_norms.PROGRAMS

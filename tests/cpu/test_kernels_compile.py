@@ -35,6 +35,11 @@ def test_every_kernel_compiles_for_sm_90(compiled):
         "dense_step_kernel",
         "multi_tensor_step_kernel",
         "sum_partials_kernel",
+        "squares_kernel",
+        "gram_kernel",
+        "judge_kernel",
+        "form_kernel",
+        "write_kernel",
         "normaliser_kernel",
         "gradient_kernel",
     }
@@ -49,6 +54,9 @@ def test_aligned_16_bit_launches_use_the_tensor_cores_and_store_vectors(compiled
     steps = [e for e in compiled if e["kernel"] == "wgrad_step_kernel" and not e["launch"].startswith("fp32")]
     # Odd shapes with states in blocks have tiles of 32 rows, which wgmma does not.
     assert all(entry["wgmma"] for entry in steps if entry["launch"] not in ("int8-noise odd", "codes-noise odd"))
+    norms = [entry for entry in compiled if entry["kernel"] in ("gram_kernel", "form_kernel")]
+    assert len(norms) == 2
+    assert all(entry["wgmma"] for entry in norms)
     whole = [entry for entry in steps if not entry["launch"].endswith("odd")]
     whole += [e for e in compiled if e["kernel"] == "multi_tensor_step_kernel" and e["launch"].endswith("4096")]
     assert len(whole) == 25
@@ -66,7 +74,7 @@ def test_the_hopper_kernel_compiles_and_keeps_everything_in_registers(tmp_path_f
     expect_gluon(monkeypatch)
     compiled = run("compile_hopper.py", tmp_path_factory)
     assert {entry["config"] for entry in compiled} == set(CONFIGS)
-    assert len(compiled) == 6 + 2 * (len(CONFIGS) - 1) + 2
+    assert len(compiled) == 10 + 3 * (len(CONFIGS) - 1) + 3 * len(CONFIGS) + 2
     assert all(entry["wgmma"] for entry in compiled)
     assert not [entry for entry in compiled if entry["spilled_bytes"]]
     assert max(entry["shared_bytes"] for entry in compiled) <= 232_448

@@ -178,7 +178,7 @@ def test_auto_takes_what_the_operands_allow():
     assert chosen(Case((2048, 1024), (64,) * 9, FP16, FP32, True)) == "hopper"
     assert chosen(Case((256, 384), (129,), BF16, BF16, layout="transposed")) == "cublas"
     assert chosen(Case((256, 384), (129,), BF16, BF16, layout="strided")) == "cublas"
-    assert chosen(Case((256, 384), (129,), BF16, BF16, accumulator=FP32)) == "triton"
+    assert chosen(Case((256, 384), (129,), BF16, BF16, accumulator=FP32)) == "hopper"
     assert chosen(Case((256, 384), (129,), FP32, FP32)) == "triton"
     assert chosen(Case((33, 101), (129,), BF16, BF16)) == "triton"
     assert chosen(Case((256, 384), (0,), BF16, BF16)) == "triton"

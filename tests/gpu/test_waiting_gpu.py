@@ -9,7 +9,7 @@ from torch import nn
 
 import forge_megatron as forge
 from forge_megatron import kernels
-from forge_megatron.kernels import fused
+from forge_megatron.kernels import triton_norms
 from forge_megatron.kernels.gram import gram_norm_sq
 
 
@@ -75,14 +75,10 @@ def test_a_grad_scaler_under_fp16_autocast():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [64, 512])
 @pytest.mark.parametrize("common", [0.0, 3.0], ids=["independent", "correlated"])
-def test_gram_matrices_are_right_where_they_are_sure(dtype, tokens, common):
-    generator = torch.Generator().manual_seed(0)
-    dy = torch.randn(tokens, 2048, generator=generator).cuda().to(dtype)
-    x = torch.randn(tokens, 2048, generator=generator) + common * torch.randn(1, 2048, generator=generator)
-    x = x.cuda().to(dtype)
+def test_gram_matrices_are_right_where_they_are_sure(tokens, common):
+    dy, x = factors(tokens, common, torch.float32)
     exact = (dy.double().t() @ x.double()).square().sum()
     norm_sq, sure = gram_norm_sq([(dy, x)])
     assert sure or tokens == 512
@@ -90,12 +86,30 @@ def test_gram_matrices_are_right_where_they_are_sure(dtype, tokens, common):
         assert abs(norm_sq - exact) <= 1e-5 * exact
 
 
-@pytest.mark.parametrize("left", [1.0, 0.0], ids=["sure", "cancelled"])
-def test_the_kernel_forms_the_gradient_where_they_are_not(left, monkeypatch):
-    monkeypatch.setattr(fused, "pays", lambda *_: True)
-    dy, x = torch.randn(32, 512, device="cuda"), torch.randn(32, 256, device="cuda")
-    segments = [(torch.cat([dy, dy * (left * 2 - 1)]).bfloat16(), torch.cat([x, x]).bfloat16())]
-    exact = (segments[0][0].double().t() @ segments[0][1].double()).square().sum()
-    out = torch.zeros((), device="cuda")
-    kernels.wgrad_norm_sq(segments, out, backend="triton")
-    assert abs(out - exact) <= 1e-5 * exact + 1e-3
+def factors(tokens, common, dtype, rows=2048, columns=2048):
+    generator = torch.Generator().manual_seed(tokens)
+    dy = torch.randn(tokens, rows, generator=generator)
+    x = torch.randn(tokens, columns, generator=generator) + common * torch.randn(1, columns, generator=generator)
+    return dy.cuda().to(dtype), x.cuda().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("formed", [False, True], ids=["gram", "formed"])
+def test_many_norms_at_once(dtype, formed, monkeypatch):
+    """Both ways, and what is cancelled from one to the other by the kernels themselves."""
+    monkeypatch.setattr(triton_norms, "grams_norm_us", lambda *_: 0.0)
+    monkeypatch.setattr(triton_norms, "formed_norm_us", lambda *_: -1.0 if formed else 1.0)
+    sizes = [(64, 2048, 2048), (500, 1024, 4096), (129, 4096, 520), (1, 16, 8), (1000, 2048, 14336), (300, 8, 24)]
+    given = [[factors(t, common, dtype, *size)] for t, *size in sizes for common in (0.0, 3.0)]
+    given.append([factors(t, 0.0, dtype, 1024, 512) for t in (100, 7, 300, 1)])
+    dy, x = factors(32, 0.0, dtype, 512, 256)
+    given.append([(torch.cat([dy, -dy]), torch.cat([x, x]))])
+    exact = [sum(dy.double().t() @ x.double() for dy, x in segments).square().sum().item() for segments in given]
+    outs = [torch.full((), 7.0, device="cuda", dtype=torch.float64) for _ in given]
+    shapes = [torch.Size((dy.shape[1], x.shape[1])) for [(dy, x), *_] in given]
+    kernels.wgrad_norms_sq(given, outs, accumulators=[None] * len(outs), shapes=shapes)
+    for out, right in zip(outs, exact, strict=True):
+        assert out.item() == pytest.approx(right, rel=1e-5, abs=1e-3)
+    first = torch.stack(outs)
+    kernels.wgrad_norms_sq(given, outs, accumulators=[None] * len(outs), shapes=shapes)
+    assert torch.equal(torch.stack(outs), first)
