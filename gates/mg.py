@@ -66,18 +66,18 @@ def train(recipe: Recipe, initial: dict | None):
     import torch
 
     from launch import step
-    from launch.model import build_model
+    from launch.model import build_chunks
     from launch.optim import build_schedule, wrap_and_optimize
 
     device = torch.device(recipe.run.device, torch.cuda.current_device() if recipe.run.device == "cuda" else None)
-    model = build_model(recipe, recipe.model.vocab_size, device)
+    (model,) = build_chunks(recipe, recipe.model.vocab_size, device)
     if initial is not None:
         model.load_state_dict(initial)
     initial = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in model.state_dict().items()}
-    chunks, optimizer = wrap_and_optimize(recipe, model)
+    chunks, optimizer = wrap_and_optimize(recipe, [model])
     scheduler = build_schedule(recipe, optimizer)
     step.connect(chunks, optimizer)
-    _expect_the_path(recipe, optimizer)
+    expect_the_path(recipe, optimizer)
     data = batches(recipe, device)
     losses, norms = [], []
     for _ in range(STEPS):
@@ -91,7 +91,7 @@ def train(recipe: Recipe, initial: dict | None):
     return losses, norms, states(model, optimizer), initial
 
 
-def _expect_the_path(recipe: Recipe, optimizer) -> None:
+def expect_the_path(recipe: Recipe, optimizer) -> None:
     """A comparison of Megatron with itself would be green: FORGE must own weights, and step them when it should."""
     ours = [o for o in optimizer.chained_optimizers if getattr(o, "forge", None) is not None]
     if recipe.optimizer.use_forge != any(o.forge.owned for o in ours):

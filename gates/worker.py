@@ -30,15 +30,12 @@ def ranks(device: str, degrees: Degrees) -> Iterator[None]:
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*not installed")
     from megatron.core import parallel_state
 
+    from gates.layout import initialize
+
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=degrees.tp,
-        pipeline_model_parallel_size=degrees.pp,
-        context_parallel_size=degrees.cp,
-        expert_model_parallel_size=degrees.ep,
-    )
+    initialize(degrees)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -54,7 +54,7 @@ class Parallel:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1  # stages
-    # Chunks of layers a stage, whose schedule is interleaved (Megatron's virtual pipeline size); None: one, 1F1B.
+    # Chunks of layers a stage (Megatron's virtual_pipeline_model_parallel_size), interleaved; None: one, by 1F1B.
     virtual_pipeline: int | None = None
     context: int = 1
     context_comm: str = "all_gather"  # or a2a; with Transformer Engine also p2p (Megatron's cp_comm_type)

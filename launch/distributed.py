@@ -23,11 +23,12 @@ def set_determinism(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _seed(seed: int) -> None:
+def seed(value: int) -> None:
+    """Seed torch and Megatron's trackers, which keep tensor-parallel ranks apart."""
     from megatron.core import tensor_parallel
 
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(value)
+    tensor_parallel.model_parallel_cuda_manual_seed(value)
 
 
 @contextlib.contextmanager
@@ -67,7 +68,7 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
             expert_model_parallel_size=p.expert,
             create_gloo_process_groups=False,
         )
-        _seed(recipe.run.seed)
+        seed(recipe.run.seed)
         yield device
     finally:
         parallel_state.destroy_model_parallel()

@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -14,17 +15,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from forge_megatron.megatron.attention import ForgeDotProductAttention
 from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
 from launch.config import Recipe
+from launch.distributed import seed
 from launch.dtypes import DTYPES
 from launch.norm import norm_class
 
 _ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu}
 _VOCAB_MULTIPLE = 128
+_SEEDS_APART = 100  # of stages, as Megatron-LM has it
 
 
 def padded_vocab_size(recipe: Recipe, tokenizer_size: int) -> int:
@@ -77,12 +80,29 @@ def transformer_config(recipe: Recipe, on_cpu: bool) -> TransformerConfig:
         sequence_parallel=p.sequence,
         context_parallel_size=p.context,
         cp_comm_type=p.context_comm if p.context > 1 else None,
+        **_pipeline_options(recipe, on_cpu),
         use_cpu_initialization=m.cpu_initialization or on_cpu,
         gradient_accumulation_fusion=False,
         deterministic_mode=recipe.run.deterministic,
         calculate_per_token_loss=recipe.batch.per_token_loss,
         **recompute[m.recompute],
     )
+
+
+def _pipeline_options(recipe: Recipe, on_cpu: bool) -> dict:
+    p = recipe.parallel
+    interleaved = p.virtual_pipeline is not None
+    return {
+        "pipeline_model_parallel_size": p.pipeline,
+        "virtual_pipeline_model_parallel_size": p.virtual_pipeline,
+        "pipeline_dtype": DTYPES[recipe.model.dtype],
+        # Of two interleaved stages each is before and behind the other: Megatron must send and receive by themselves.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": False,  # against a race in versions of torch before those that are supported
+        # Gloo reads an output when it sends it, and the overlapping schedule has freed it by then.
+        "deallocate_pipeline_outputs": not (interleaved and on_cpu),
+    }
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -101,31 +121,51 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return spec
 
 
-def block_spec(recipe: Recipe, config: TransformerConfig, on_cpu: bool) -> TransformerBlockSubmodules | ModuleSpec:
+def block_spec(
+    recipe: Recipe, config: TransformerConfig, on_cpu: bool, vp_stage: int | None = None
+) -> TransformerBlockSubmodules | ModuleSpec:
     if uses_transformer_engine(recipe, on_cpu):
         if recipe.optimizer.use_forge:
             return get_gpt_layer_forge_spec(config, use_transformer_engine=True)
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return TransformerBlockSubmodules(
-        layer_specs=[local_layer_spec(config)] * config.num_layers,
+        layer_specs=[local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),
         layer_norm=norm_class(config.normalization),
     )
 
 
-def build_model(recipe: Recipe, tokenizer_size: int, device: torch.device) -> GPTModel:
-    """The model on ``device``, initialised from ``run.seed`` as the process groups are set up.
+def build_chunks(recipe: Recipe, tokenizer_size: int, device: torch.device) -> list[GPTModel]:
+    """This pipeline stage's chunks of the model on ``device``, the first layers first; without a pipeline the model.
 
-    With ``model.cpu_initialization`` the weights are the same for every parallel degree.
+    They are initialised from ``run.seed`` as the process groups are set up. With ``model.cpu_initialization`` the
+    weights are the same for every parallel degree: a stage draws those of the stages before it as well, a chunk at
+    a time, and lets them go.
     """
-    on_cpu = device.type == "cpu"
+    parallel, on_cpu = recipe.parallel, device.type == "cpu"
+    stage, count = parallel_state.get_pipeline_model_parallel_rank(), parallel.virtual_pipeline or 1
     config = transformer_config(recipe, on_cpu)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(recipe, config, on_cpu),
-        vocab_size=padded_vocab_size(recipe, tokenizer_size),
-        max_sequence_length=recipe.data.sequence_length,
-        share_embeddings_and_output_weights=recipe.model.tied_head,
-        position_embedding_type=recipe.model.position_embedding,
-        rotary_base=recipe.model.rotary_base,
-    )
-    return model.to(device)
+    chunks, last = [], parallel.pipeline * count - 1
+    for place in range(last + 1):
+        index, of_stage = divmod(place, parallel.pipeline)
+        is_own = of_stage == stage
+        if not is_own and len(chunks) == count:
+            break
+        vp_stage = index if parallel.virtual_pipeline else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(recipe, config, on_cpu, vp_stage),
+            vocab_size=padded_vocab_size(recipe, tokenizer_size),
+            max_sequence_length=recipe.data.sequence_length,
+            pre_process=place == 0,
+            post_process=place == last,
+            # Megatron sums a tied pair over its stages when it is built, which only they may do.
+            share_embeddings_and_output_weights=recipe.model.tied_head and is_own,
+            position_embedding_type=recipe.model.position_embedding,
+            rotary_base=recipe.model.rotary_base,
+            vp_stage=vp_stage,
+        )
+        if is_own:
+            chunks.append(chunk.to(device))
+    if stage:
+        seed(recipe.run.seed + _SEEDS_APART * stage)  # its layers must not drop what the first stage's drop
+    return chunks

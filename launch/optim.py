@@ -40,18 +40,18 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     )
 
 
-def wrap_and_optimize(recipe: Recipe, model) -> tuple[list, MegatronOptimizer]:
-    """The model chunks that Megatron's schedules take, and their optimizer: Megatron's, or with
+def wrap_and_optimize(recipe: Recipe, models: list) -> tuple[list, MegatronOptimizer]:
+    """The model chunks as Megatron's schedules take them, and their optimizer: Megatron's, or with
     ``optimizer.use_forge`` Megatron's with FORGE stepping the linears."""
     ddp, config = ddp_config(recipe), optimizer_config(recipe)
     if not recipe.optimizer.use_forge:
-        chunks = [DistributedDataParallel(model.config, ddp, model)]
+        chunks = [DistributedDataParallel(model.config, ddp, model) for model in models]
         return chunks, get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     from forge_megatron import megatron as forge
 
     o = recipe.optimizer
-    forge.prepare([model], ddp, config, fused_head=o.fused_head)
-    chunks = [DistributedDataParallel(model.config, ddp, model)]
+    forge.prepare(models, ddp, config, fused_head=o.fused_head)
+    chunks = [DistributedDataParallel(model.config, ddp, model) for model in models]
     return chunks, forge.get_forge_optimizer(
         config,
         chunks,

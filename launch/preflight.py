@@ -100,18 +100,39 @@ def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
 
 
 #: Degrees that ``python -m launch`` does not take above 1.
-_NOT_BUILT = ("parallel.pipeline", "parallel.expert")
+_NOT_BUILT = ("parallel.expert",)
 
 
 def check_degrees(recipe: Recipe) -> None:
-    parallel = recipe.parallel
     for key in _NOT_BUILT:
         if recipe.get(key) > 1:
             raise RecipeError(key, f"{recipe.get(key)}: not built in python -m launch: set it to 1")
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
-        raise RecipeError("parallel.virtual_pipeline", "chunks are interleaved over stages: set parallel.pipeline too")
-    if parallel.distributed_optimizer and parallel.data == 1:
+    if recipe.parallel.distributed_optimizer and recipe.parallel.data == 1:
         raise RecipeError("parallel.distributed_optimizer", "states are shared over data ranks: set parallel.data too")
+    _check_pipeline(recipe)
+
+
+def _check_pipeline(recipe: Recipe) -> None:
+    parallel, batch = recipe.parallel, recipe.batch
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    if chunks is None:
+        _divides(recipe, "model.num_layers", stages, "parallel.pipeline")
+        return
+    if stages == 1 or chunks == 1:
+        raise RecipeError(
+            "parallel.virtual_pipeline",
+            f"{chunks} chunks on each of {stages} stages: interleaving needs 2 and 2; 1F1B is null",
+        )
+    _divides(recipe, "model.num_layers", stages * chunks, "parallel.pipeline * parallel.virtual_pipeline")
+    round_of_all = batch.micro * parallel.data * stages
+    validates = recipe.data.valid or recipe.data.synthetic
+    for key in ("batch.total", *(["validation.samples"] if validates else [])):
+        if recipe.get(key) % round_of_all:
+            raise RecipeError(
+                key,
+                f"{recipe.get(key)} is no multiple of batch.micro * parallel.data * parallel.pipeline={round_of_all}, "
+                "and interleaved stages take micro-batches in rounds of one each",
+            )
 
 
 def check_sizes(recipe: Recipe) -> None:
@@ -299,8 +320,9 @@ def state_bytes(recipe: Recipe) -> int:
     groups = model.num_query_groups or model.num_attention_heads
     attention = model.hidden_size * head * (2 * model.num_attention_heads + 2 * groups)
     mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.activation == "swiglu" else 2)
-    embeddings = (model.vocab_size or 0) * model.hidden_size * (1 if model.tied_head else 2)
-    weights = model.num_layers * (attention + mlp) + embeddings
+    stages = recipe.parallel.pipeline
+    embeddings = (model.vocab_size or 0) * model.hidden_size * (1 if model.tied_head or stages > 1 else 2)
+    weights = model.num_layers // stages * (attention + mlp) + embeddings
     state = 2 if recipe.optimizer.recipe == "bf16-state" or (recipe.optimizer.recipe is None and wide == 2) else 4
     master = 4 if recipe.optimizer.recipe == "fp32-master" and wide == 2 else 0
     states = len(rules.get(recipe.optimizer.rule).states)

@@ -72,7 +72,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
     """What a checkpoint holds. With ``loading`` the optimizer's states are created to be filled."""
-    model = chunks[0].module.sharded_state_dict()
+    model = {f"chunk{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(chunks)}
     rng = ShardedObject("rng", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return {
         "model": model,
@@ -107,7 +107,8 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
     load_schedule(scheduler, loaded["scheduler"], _param_groups(loaded["optimizer"]))
-    chunks[0].module.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(chunks):
+        chunk.module.load_state_dict(loaded["model"][f"chunk{i}"])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_ranks:
         _set_rng_state(loaded["rng"])

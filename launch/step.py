@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import tee
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def _forward(batches: Iterator[dict[str, Tensor]], model) -> tuple[Tensor, parti
 def connect(chunks: list, optimizer) -> None:
     """Give the schedules the hooks that they call by way of the model's config."""
     config = chunks[0].config
-    config.no_sync_func = chunks[0].no_sync
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
 
@@ -48,18 +49,19 @@ def run(recipe: Recipe, chunks: list, batches: Iterator, micro_batches: int, for
     """All micro-batches of a step; the gradients are reduced and ready for the optimizer.
 
     Returns:
-        fp32 ``[2]`` on the device: sum of the losses in nats, number of tokens, of this rank.
+        fp32 ``[2]`` on the device: sum of the losses in nats, number of tokens, of this rank. The loss of a
+        pipeline is its last stage's; of the others it is a sum over no tokens.
     """
     sums = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=batches,
+        data_iterator=list(tee(batches, len(chunks))) if len(chunks) > 1 else batches,
         model=chunks,
         num_microbatches=micro_batches,
         seq_length=recipe.data.sequence_length,
         micro_batch_size=recipe.batch.micro,
         forward_only=forward_only,
     )
-    return torch.stack(sums).sum(0)
+    return torch.stack(sums).sum(0) if sums else torch.zeros(2, device=next(chunks[0].parameters()).device)
 
 
 def reduce(sums: Tensor, stop: bool) -> tuple[float, bool]:

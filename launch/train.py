@@ -13,7 +13,7 @@ import torch.distributed as dist
 from launch import checkpoint, data, selftest, step
 from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
-from launch.model import build_model
+from launch.model import build_chunks
 from launch.optim import build_schedule, gradient_bytes, wrap_and_optimize
 from launch.reorder import permute_hidden
 from launch.state import Progress, restore, sharded_state
@@ -27,10 +27,11 @@ class Trainer:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self.tokenizer = build_tokenizer(recipe.data.tokenizer)
-        model = build_model(recipe, self.tokenizer.vocab_size, device)
+        models = build_chunks(recipe, self.tokenizer.vocab_size, device)
         if recipe.run.reorder:
-            permute_hidden(model, recipe.model.hidden_size)
-        self.chunks, self.optimizer = wrap_and_optimize(recipe, model)
+            for model in models:
+                permute_hidden(model, recipe.model.hidden_size)
+        self.chunks, self.optimizer = wrap_and_optimize(recipe, models)
         self.scheduler = build_schedule(recipe, self.optimizer)
         step.connect(self.chunks, self.optimizer)
         self.folder = Path(recipe.run.dir) / "checkpoints"

@@ -22,6 +22,7 @@ run: {dir: RUN, steps: 10, device: cpu}
 """
 GIB = 2**30
 SHARDED = ("parallel.data=2", "parallel.distributed_optimizer=true")
+INTERLEAVED = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4")
 
 
 @pytest.fixture
@@ -70,8 +71,12 @@ def test_a_good_recipe_passes(load, override):
         (["batch.total=9"], "batch.total", "batch.micro"),
         (["run.reorder=true", "model.dropout=0.1"], "run.reorder", "model.dropout=0.1"),
         (["parallel.nodes=3"], "parallel.nodes", "3 nodes"),
-        (["parallel.pipeline=2"], "parallel.pipeline", "not built"),
-        (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "parallel.pipeline"),
+        (["parallel.pipeline=4"], "model.num_layers", "parallel.pipeline=4"),
+        (["parallel.virtual_pipeline=2"], "parallel.virtual_pipeline", "of 1 stages"),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=1"], "parallel.virtual_pipeline", "1F1B is null"),
+        (["parallel.pipeline=2", "parallel.virtual_pipeline=2"], "model.num_layers", "virtual_pipeline=4"),
+        ([*INTERLEAVED, "batch.total=6"], "batch.total", "parallel.pipeline=4"),
+        ([*INTERLEAVED, "validation.samples=6"], "validation.samples", "parallel.pipeline=4"),
         (["parallel.context=3"], "data.sequence_length", "context=6"),
         (["parallel.context=64"], "data.sequence_length", "context=128"),
         (["parallel.context=4", "parallel.context_comm=a2a"], "model.num_attention_heads", "for context_comm=a2a=8"),

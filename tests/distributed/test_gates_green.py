@@ -17,6 +17,7 @@ DATA_PARALLEL = {
     2: ["T0 fp32", "T0 bf16", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32", "F3 bf16", "MW bf16", "SR bf16"],
     4: ["T0 fp32", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32"],
 }
+PIPELINE = {2: ["PP1 fp32"], 4: ["PP1 fp32"]}
 
 
 @pytest.mark.parametrize("nproc", SWEEPS)
@@ -30,5 +31,6 @@ def test_all_gates_are_green(tmp_path, nproc):
     entries = json.loads((tmp_path / ".gates/receipt.json").read_text())["entries"]
     wanted = {f"{name.replace(' ', f' tp{nproc} ', 1)} cpu" for name in SWEEPS[nproc]}
     wanted |= {f"{name.replace(' ', f' dp{nproc} ', 1)} cpu" for name in DATA_PARALLEL[nproc]}
+    wanted |= {f"{name.replace(' ', f' pp{nproc} ', 1)} cpu" for name in PIPELINE[nproc]}
     assert set(entries) == wanted
     assert all(entry["passed"] for entry in entries.values())
