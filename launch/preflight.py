@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch import gpus
 from launch.config import Recipe, RecipeError
+from launch.degrees import check_context, check_degrees, divides
 
 _CHOICES = {
     "model.position_embedding": ("rope", "learned_absolute"),
@@ -93,69 +94,27 @@ def check_values(recipe: Recipe) -> None:
             raise RecipeError(key, f"{recipe.get(key)} must be below 1")
 
 
-def _divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
-    value = recipe.get(key)
-    if value % divisor:
-        raise RecipeError(key, f"{value} is not divisible by {what}={divisor}")
-
-
-#: Degrees that ``python -m launch`` does not take above 1.
-_NOT_BUILT = ("parallel.expert",)
-
-
-def check_degrees(recipe: Recipe) -> None:
-    for key in _NOT_BUILT:
-        if recipe.get(key) > 1:
-            raise RecipeError(key, f"{recipe.get(key)}: not built in python -m launch: set it to 1")
-    if recipe.parallel.distributed_optimizer and recipe.parallel.data == 1:
-        raise RecipeError("parallel.distributed_optimizer", "states are shared over data ranks: set parallel.data too")
-    _check_pipeline(recipe)
-
-
-def _check_pipeline(recipe: Recipe) -> None:
-    parallel, batch = recipe.parallel, recipe.batch
-    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
-    if chunks is None:
-        _divides(recipe, "model.num_layers", stages, "parallel.pipeline")
-        return
-    if stages == 1 or chunks == 1:
-        raise RecipeError(
-            "parallel.virtual_pipeline",
-            f"{chunks} chunks on each of {stages} stages: interleaving needs 2 and 2; 1F1B is null",
-        )
-    _divides(recipe, "model.num_layers", stages * chunks, "parallel.pipeline * parallel.virtual_pipeline")
-    round_of_all = batch.micro * parallel.data * stages
-    validates = recipe.data.valid or recipe.data.synthetic
-    for key in ("batch.total", *(["validation.samples"] if validates else [])):
-        if recipe.get(key) % round_of_all:
-            raise RecipeError(
-                key,
-                f"{recipe.get(key)} is no multiple of batch.micro * parallel.data * parallel.pipeline={round_of_all}, "
-                "and interleaved stages take micro-batches in rounds of one each",
-            )
-
-
 def check_sizes(recipe: Recipe) -> None:
     model, parallel, batch = recipe.model, recipe.parallel, recipe.batch
     groups = model.num_query_groups or model.num_attention_heads
     if model.kv_channels is None:
-        _divides(recipe, "model.hidden_size", model.num_attention_heads, "model.num_attention_heads")
-    _divides(recipe, "model.num_attention_heads", groups, "model.num_query_groups")
-    _divides(recipe, "model.num_attention_heads", parallel.tensor, "parallel.tensor")
+        divides(recipe, "model.hidden_size", model.num_attention_heads, "model.num_attention_heads")
+    divides(recipe, "model.num_attention_heads", groups, "model.num_query_groups")
+    divides(recipe, "model.num_attention_heads", parallel.tensor, "parallel.tensor")
     if groups % parallel.tensor:
         raise RecipeError("model.num_query_groups", f"{groups} is not divisible by parallel.tensor={parallel.tensor}")
-    _divides(recipe, "model.ffn_hidden_size", parallel.tensor, "parallel.tensor")
+    divides(recipe, "model.ffn_hidden_size", parallel.tensor, "parallel.tensor")
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     if model.position_embedding == "rope" and head % 2:
         raise RecipeError("model.kv_channels", f"rotary embeddings turn pairs: a head of {head} is odd")
     if parallel.sequence:
         if parallel.tensor == 1:
             raise RecipeError("parallel.sequence", "sequence parallelism needs parallel.tensor above 1")
-        _divides(
+        divides(
             recipe, "data.sequence_length", parallel.tensor * parallel.context, "parallel.tensor * parallel.context"
         )
-    _check_context(recipe)
-    _divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
+    check_context(recipe)
+    divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
     if recipe.world_size % parallel.nodes:
         raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks are not divisible by {parallel.nodes} nodes")
     if recipe.run.reorder and model.dropout:
@@ -167,18 +126,6 @@ def check_sizes(recipe: Recipe) -> None:
         )
     if recipe.optimizer.min_lr > recipe.optimizer.lr:
         raise RecipeError("optimizer.min_lr", f"{recipe.optimizer.min_lr} is above optimizer.lr={recipe.optimizer.lr}")
-
-
-def _check_context(recipe: Recipe) -> None:
-    model, parallel = recipe.model, recipe.parallel
-    if parallel.context == 1:
-        return
-    _divides(recipe, "data.sequence_length", 2 * parallel.context, "2 * parallel.context")
-    if parallel.context_comm == "a2a":
-        ranks = parallel.tensor * parallel.context
-        _divides(recipe, "model.num_attention_heads", ranks, "parallel.tensor * parallel.context, for context_comm=a2a")
-    if parallel.context_comm == "p2p" and model.transformer_engine != "always":
-        raise RecipeError("parallel.context_comm", "p2p needs model.transformer_engine=always; or a2a, all_gather")
 
 
 def check_optimizer(recipe: Recipe) -> None:
