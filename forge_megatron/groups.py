@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Container, Mapping
 
 from torch import Tensor
 
 from forge_megatron import rules
+from forge_megatron.coordinator.plan import plan
 from forge_megatron.formats import FORMAT_KEYS
 from forge_megatron.rules import Rule
 
 #: What a group has besides hyperparameters.
 _STRUCTURE = {"params", "param_names", "rule", *FORMAT_KEYS}
+
+#: What decides when weights are stepped: of all groups together.
+_OF_ALL = inspect.signature(plan).parameters.keys()
 
 
 def rule_of(group: Mapping, default: Rule) -> Rule:
@@ -37,6 +42,9 @@ def complete(group: dict, rule: Rule, defaults: Mapping) -> dict:
     if not isinstance(group, dict):
         raise TypeError(f"a parameter group must be a dict, and is a {type(group).__name__}")
     own = rule_of(group, rule)
+    common = sorted(group.keys() & _OF_ALL)
+    if common:
+        raise TypeError(f"a parameter group gives {', '.join(common)}, which is of all groups; give it beside them")
     further = group.keys() - {"lr", *own.defaults} - _STRUCTURE
     unread = sorted(further & rules.hyperparameters()) if further else []
     if unread:

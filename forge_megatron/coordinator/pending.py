@@ -39,13 +39,16 @@ class Pending:
             ordinary_only: owned weights have been measured.
         """
         waiting = () if ordinary_only else self.waiting
-        kernels.wgrad_norms_sq(
-            [owned.factors.segments for owned in waiting],
-            [owned.slot.norm_sq for owned in waiting],
-            accumulators=[summed_before(owned) for owned in waiting],
-            shapes=[owned.weight.shape for owned in waiting],
-            backend=self.backend,
-        )
+        # A sum with what lies in .grad is as large as its weight: one at a time.
+        apart = [[owned] for owned in waiting if owned.weight.grad is not None]
+        for group in [owned for owned in waiting if owned.weight.grad is None], *apart:
+            kernels.wgrad_norms_sq(
+                [owned.factors.segments for owned in group],
+                [owned.slot.norm_sq for owned in group],
+                accumulators=[summed_before(owned) for owned in group],
+                shapes=[owned.weight.shape for owned in group],
+                backend=self.backend,
+            )
         for slots in self.ordinary.values():
             norms = torch._foreach_norm([local(dense(slot.weight.grad)).float() for slot in slots])
             for slot, norm in zip(slots, norms, strict=True):

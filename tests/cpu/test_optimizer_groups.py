@@ -245,6 +245,8 @@ def test_a_group_is_not_added_while_a_backward_is_pending():
         ({"betas": (1.0, 0.9)}, ValueError),
         ({"weight_decay": math.nan}, ValueError),
         ({"decoupled_weight_decay": False}, ValueError),
+        ({"clip_grad_norm": 1.0}, TypeError),
+        ({"skip": "atomic"}, TypeError),
     ],
 )
 def test_a_bad_group_changes_nothing(group, error):
