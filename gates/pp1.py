@@ -63,8 +63,8 @@ def recipe(case: Case, arm: Arm, stages: int) -> Recipe:
 
     return config.Recipe(
         model=config.Model(
-            num_layers=CHUNKS * case.degrees.pp, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4,
-            vocab_size=128, bias=True, tied_head=arm.tied,
+            num_layers=CHUNKS * case.degrees.pp, hidden_size=32, ffn_hidden_size=64,
+            num_attention_heads=max(4, case.degrees.cp), vocab_size=128, bias=True, tied_head=arm.tied,
         ),
         parallel=config.Parallel(pipeline=stages, virtual_pipeline=arm.chunks if stages > 1 else None),
         data=config.Data(sequence_length=SEQUENCE),
@@ -140,11 +140,9 @@ def pipeline(case: Case, arm: Arm, initial: dict) -> Run:
     """FORGE on this rank's chunks, from the weights that one process has, by the names that it has for them."""
     from megatron.core import parallel_state
 
-    from gates.mg import expect_the_path, states
+    from gates.mg import states
     from gates.pair import Run, device_of
-    from launch import step
     from launch.model import build_chunks
-    from launch.optim import build_schedule, wrap_and_optimize
 
     parallel_state.set_virtual_pipeline_model_parallel_world_size(arm.chunks)
     staged = recipe(case, arm, case.degrees.pp)
@@ -152,24 +150,33 @@ def pipeline(case: Case, arm: Arm, initial: dict) -> Run:
     named = {name: (model, own) for model in models for own, name in names_in_one(model, arm).items()}
     for name, (model, own) in named.items():
         model.get_parameter(own).data.copy_(initial[name])
-    chunks, optimizer = wrap_and_optimize(staged, models)
-    scheduler = build_schedule(staged, optimizer)
+    losses, optimizer = train(staged, models, batches(case, arm, 5, STEPS))
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+    kept = {model: states(model, optimizer) for model in models}
+    weights = {name: model.get_parameter(own).detach() for name, (model, own) in named.items()}
+    return Run(weights, {name: kept[model][own] for name, (model, own) in named.items()}, losses)
+
+
+def train(job: Recipe, models: list, data):
+    """The launcher's steps with FORGE on this rank's chunks: the losses of each step, and the optimizer."""
+    from gates.mg import expect_the_path
+    from launch import step
+    from launch.optim import build_schedule, wrap_and_optimize
+
+    chunks, optimizer = wrap_and_optimize(job, models)
+    scheduler = build_schedule(job, optimizer)
     step.connect(chunks, optimizer)
-    expect_the_path(staged, optimizer)
-    data = batches(case, arm, 5, STEPS)
+    expect_the_path(job, optimizer)
     losses = []
     for _ in range(STEPS):
         scheduler.step(1)
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        sums = step.run(staged, chunks, (next(data) for _ in range(staged.micro_batches)), staged.micro_batches)
+        sums = step.run(job, chunks, (next(data) for _ in range(job.micro_batches)), job.micro_batches)
         optimizer.step()
         losses.append(step.reduce(sums, stop=False)[0])
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
-    kept = {model: states(model, optimizer) for model in models}
-    weights = {name: model.get_parameter(own).detach() for name, (model, own) in named.items()}
-    return Run(weights, {name: kept[model][own] for name, (model, own) in named.items()}, losses)
+    return losses, optimizer
 
 
 def names_in_one(model, arm: Arm) -> dict[str, str]:
@@ -186,9 +193,22 @@ def _not_interleaved(arm: Arm) -> Arm:
     return replace(arm, chunks=None)
 
 
+def compared(how: str, ours: Run, reference: Run) -> list[Reading]:
+    """Losses, weights and states against those of one process."""
+    from gates.pair import relative_rms, weights_of, worst_relative_rms
+
+    gap = max(abs(a - b) for a, b in zip(ours.losses, reference.losses, strict=True))
+    theirs = [reference.weights[name] for name in ours.weights]
+    pairs = [(a, b) for name, own in ours.states.items() for a, b in zip(own, reference.states[name], strict=True)]
+    return [
+        Reading(f"loss gap, {how}", gap, LOSS),
+        Reading(f"ΔW, {how}", relative_rms(weights_of(ours), theirs), WEIGHTS),
+        Reading(f"Δstate, {how}", worst_relative_rms([a for a, _ in pairs], [b for _, b in pairs]), STATES),
+    ]
+
+
 def measure(case: Case) -> list[Reading]:
     from gates.layout import instead_of
-    from gates.pair import relative_rms, weights_of, worst_relative_rms
 
     # Each rank is one process; whether the schedule interleaves makes no difference there.
     with instead_of(case.degrees, Degrees(dp=case.degrees.pp)):
@@ -196,15 +216,7 @@ def measure(case: Case) -> list[Reading]:
     readings = []
     for how, arm in ARMS.items():
         initial, reference = references[_not_interleaved(arm)]
-        ours = pipeline(case, arm, initial)
-        gap = max(abs(a - b) for a, b in zip(ours.losses, reference.losses, strict=True))
-        theirs = [reference.weights[name] for name in ours.weights]
-        pairs = [(a, b) for name, own in ours.states.items() for a, b in zip(own, reference.states[name], strict=True)]
-        readings += [
-            Reading(f"loss gap, {how}", gap, LOSS),
-            Reading(f"ΔW, {how}", relative_rms(weights_of(ours), theirs), WEIGHTS),
-            Reading(f"Δstate, {how}", worst_relative_rms([a for a, _ in pairs], [b for _, b in pairs]), STATES),
-        ]
+        readings += compared(how, pipeline(case, arm, initial), reference)
     return readings
 
 

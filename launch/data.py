@@ -96,9 +96,14 @@ def _batches(dataset: Dataset, sampler, device: torch.device, workers: int) -> I
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_the_rank,
     )
-    place = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     for batch in loader:
-        yield {key: on_this_rank(batch[key].to(device, non_blocking=True), 1, *place) for key in _KEYS}
+        yield on_this_context_rank({key: batch[key].to(device, non_blocking=True) for key in _KEYS})
+
+
+def on_this_context_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``[micro, sequence]`` to this rank's ``[micro, sequence / context]``."""
+    place = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    return {key: on_this_rank(whole, 1, *place) for key, whole in batch.items()}
 
 
 def micro_batches(

@@ -25,7 +25,7 @@ from forge_megatron.kernels import local
 from forge_megatron.linear import Use
 from gates.gate import Case, get
 from gates.worker import measure, ranks
-from tests.distributed import pipeline_breaks
+from tests.distributed import context_breaks, pipeline_breaks
 
 DONE = SimpleNamespace(wait=lambda: None)
 
@@ -280,6 +280,7 @@ def bits_of_this_rank():
 
 
 BREAKS = {
+    "CP1": context_breaks.BREAKS,
     "PP1": pipeline_breaks.BREAKS,
     "SR": {
         rounded_to_nearest: "moved by a gradient, less what it asks for, stochastically",

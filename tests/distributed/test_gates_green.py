@@ -18,6 +18,7 @@ DATA_PARALLEL = {
     4: ["T0 fp32", "T1 fp32", "T2 fp32", "F1 fp32", "F2 fp32"],
 }
 PIPELINE = {2: ["PP1 fp32"], 4: ["PP1 fp32"]}
+CONTEXT = {2: ["CP1 fp32"], 4: ["CP1 fp32"]}
 
 
 @pytest.mark.parametrize("nproc", SWEEPS)
@@ -32,5 +33,6 @@ def test_all_gates_are_green(tmp_path, nproc):
     wanted = {f"{name.replace(' ', f' tp{nproc} ', 1)} cpu" for name in SWEEPS[nproc]}
     wanted |= {f"{name.replace(' ', f' dp{nproc} ', 1)} cpu" for name in DATA_PARALLEL[nproc]}
     wanted |= {f"{name.replace(' ', f' pp{nproc} ', 1)} cpu" for name in PIPELINE[nproc]}
+    wanted |= {f"{name.replace(' ', f' cp{nproc} ', 1)} cpu" for name in CONTEXT[nproc]}
     assert set(entries) == wanted
     assert all(entry["passed"] for entry in entries.values())
