@@ -64,9 +64,13 @@ class Noise:
     origin: Origin
     columns: int
 
-    def below(self, rows: int) -> Noise:
-        """Of the part without its first ``rows`` rows, for this step: its words are a copy."""
-        words = self.words.clone()
+    def below(self, rows: int, before: Noise | None = None) -> Noise:
+        """Of the part without its first ``rows`` rows, for this step: its words are a copy.
+
+        Args:
+            before: the last step's, whose words are written over: launches remember where they are.
+        """
+        words = self.words.clone() if before is None else before.words.copy_(self.words)
         words[1] += rows
         words[3] -= rows
         origin = replace(self.origin, row=self.origin.row + rows, split=self.origin.split - rows)

@@ -74,7 +74,7 @@ def of_rows(segment: Segment, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def at(slot: Slot, index: slice | int) -> Slot:
-    """``slot`` for what ``index`` picks along its first dimension, in the same memory."""
+    """``slot`` for what ``index`` picks along its first dimension, in the same memory; without its noise."""
     return replace(
         slot,
         weight=slot.weight.detach()[index],
@@ -82,6 +82,7 @@ def at(slot: Slot, index: slice | int) -> Slot:
         scales=tuple(scale[index] for scale in slot.scales),
         weight_scale=None if slot.weight_scale is None else slot.weight_scale[index],
         master=None if slot.master is None else slot.master[index],
+        noise=None,
         late_norms=None,
         update_norm_sq=None,
     )
@@ -95,5 +96,5 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
     part = slot.memo[key]
     part.rule = slot.rule
     part.norm_sq = norm_sq
-    part.noise = None if slot.noise is None else slot.noise.below(rows.start)
+    part.noise = None if slot.noise is None else slot.noise.below(rows.start, part.noise)
     return part

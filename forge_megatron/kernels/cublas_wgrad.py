@@ -1,4 +1,4 @@
-"""cuBLAS into a scratch of one weight, then one elementwise step.
+"""cuBLAS into a scratch of one weight, or of some rows of a large one, then one elementwise step.
 
 The scratch is fp32: the GEMM's sum is rounded once, by the store of the step, as in the fused
 kernels. It lives for one call, so the caching allocator gives its memory to the next weight; a
@@ -17,12 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.code import as_bytes
+from .blocks import of_rows, slot_of
 from .norms import add_up
 from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_epilogue import by_blocks, step_coordinates
 from .triton_language import INTERPRETED, compiled_codes, compiled_update, load_scalars
 from .triton_noise import block_bits, flat_bits
+
+#: Bytes of a scratch, where a weight is more than twice as large: a language model's head. A multiple of so many rows.
+SCRATCH_BYTES = 1 << 28
+ROWS = 128
 
 #: Elements that one program steps.
 BLOCK = 2048
@@ -102,7 +107,20 @@ def launch(slot: Slot, segments: Sequence[Segment], *others) -> Callable[..., No
 
 def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | None) -> None:
     """Step one weight that :func:`supports` has taken."""
-    dense_step(slot, gradient(slot.weight.shape, segments), multiplier)
+    rows, columns = slot.weight.shape
+    at_once = max(SCRATCH_BYTES // (4 * columns * ROWS) * ROWS, ROWS)
+    if rows <= 2 * at_once:
+        dense_step(slot, gradient(slot.weight.shape, segments), multiplier)
+        return
+    norms = []
+    for first in range(0, rows, at_once):
+        part = slice(first, min(first + at_once, rows))
+        if slot.norm_sq is not None:
+            norms.append(torch.empty_like(slot.norm_sq))
+        own = slot_of(slot, part, norms[-1] if norms else None)
+        dense_step(own, gradient(own.weight.shape, [of_rows(segment, part) for segment in segments]), multiplier)
+    if norms:
+        slot.norm_sq.data.copy_(torch.stack(norms).sum(dtype=torch.float64))
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor) -> None:

@@ -114,7 +114,8 @@ def launch(
         config = _chosen(slot.weight.shape, used, moved, slot.noise is not None)
     scaled = None if multiplier is None else multiplier.data_ptr() % 16
     added = None if accumulator is None else accumulator.dtype
-    key = (config, slot.rule, slot.norm_sq is None, len(used), used[0][0].dtype, scaled, added)
+    noise = None if slot.noise is None else slot.noise.words.data_ptr()
+    key = (config, slot.rule, slot.norm_sq is None, len(used), used[0][0].dtype, scaled, added, noise)
     known = slot.memo.get(key)
     if known is None:
         known = slot.memo[key] = _Launch(slot, config, accumulator)

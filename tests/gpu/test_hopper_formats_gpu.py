@@ -85,6 +85,7 @@ def copied(slot):
         slot,
         weight=slot.weight.clone(),
         states=copy(slot.states),
+        scales=copy(slot.scales),
         master=master,
         norm_sq=norm_sq,
     )
