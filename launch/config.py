@@ -210,12 +210,18 @@ def load(name: str, overrides: list[str] | None = None, kind: type = Recipe, fol
         try:
             schema = OmegaConf.merge(schema, layer)
         except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "recipe"
-            raise RecipeError(key, str(error).splitlines()[0]) from error
-    missing = sorted(OmegaConf.missing_keys(schema))
-    if missing:
-        raise RecipeError(missing[0], f"required, and not given in {path}")
-    return OmegaConf.to_object(schema)
+            raise _naming_key(error) from error
+    try:
+        missing = sorted(OmegaConf.missing_keys(schema))
+        if missing:
+            raise RecipeError(missing[0], f"required, and not given in {path}")
+        return OmegaConf.to_object(schema)
+    except OmegaConfBaseException as error:
+        raise _naming_key(error) from error
+
+
+def _naming_key(error: OmegaConfBaseException) -> RecipeError:
+    return RecipeError(getattr(error, "full_key", None) or "recipe", str(error).splitlines()[0])
 
 
 def _check_known(layer: Any, section: type, prefix: str) -> None:
@@ -230,6 +236,12 @@ def _check_known(layer: Any, section: type, prefix: str) -> None:
             if not isinstance(value, dict):
                 raise RecipeError(full, f"a section, with keys such as {full}.{_first(hints[key])}")
             _check_known(value, hints[key], f"{full}.")
+        elif _is_list(hints[key]) and isinstance(value, (str, int, float)) and "${" not in str(value):
+            raise RecipeError(full, f"{value!r} is no list: give {full}=[{value}]")
+
+
+def _is_list(hint: Any) -> bool:
+    return any(typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
 
 
 def _first(section: type) -> str:

@@ -44,7 +44,9 @@ def test_every_recipe_of_the_folder_loads_by_name(name):
         ("run.steps=many", "run.steps", "many"),
         ("run.steps=null", "run.steps", "None"),
         ("model=3", "model", "model.num_layers"),
-        ("data.train=a", "data.train", "list"),
+        ("data.train=a", "data.train", "'a' is no list: give data.train=[a]"),
+        ("data.train_weights=1.0", "data.train_weights", "data.train_weights=[1.0]"),
+        ("run.steps=${run.stepz}", "run.steps", "stepz"),
         ("run.steps", "run.steps", "key=value"),
     ],
 )
