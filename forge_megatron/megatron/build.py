@@ -156,7 +156,8 @@ def get_forge_optimizer(
         members = [group for group in groups if group["is_expert_parallel"] == domain.is_expert]
         layout = Layout(members, names, frozenset(map(id, owned)), domain.named_group)
         forge = _forge(config, options, layout, owned, model_chunks, waits, domain, facts)
-        optimizers.append(ForgeMegatronOptimizer(beside, forge, layout, waits=waits, tp_group=domain.tensor_group))
+        groups_of_ranks = {"tp_group": domain.tensor_group, "data_group": domain.data_group}
+        optimizers.append(ForgeMegatronOptimizer(beside, forge, layout, waits=waits, **groups_of_ranks))
     for chunk in model_chunks:
         observe(chunk, optimizers)
     return ForgeChainedOptimizer([*optimizers, *alone])

@@ -112,7 +112,11 @@ def split(
         # FORGE steps all of them: Megatron has no parameter left, and takes part in norms and checkpoints alone.
         of_experts = [
             megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
-                config, list(model_chunks), [], model_parallel_group=domain.model_group
+                config,
+                list(model_chunks),
+                [],
+                model_parallel_group=domain.model_group,
+                intra_dist_opt_group=parallel_state.get_intra_distributed_optimizer_instance_group(),
             )
         ]
     paired.append((domain, of_experts[0]))

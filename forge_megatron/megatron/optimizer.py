@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
@@ -34,6 +34,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         layout: which optimizer steps which parameter, in the order a run without FORGE has them.
         waits: every update is made at ``step()``.
         tp_group: the tensor-parallel ranks of these weights.
+        data_group: the ranks that hold the same weights.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         *,
         waits: bool,
         tp_group: dist.ProcessGroup,
+        data_group: dist.ProcessGroup,
     ):
         super().__init__(dense.optimizer, dense.config, dense.init_state_fn)
         self.dense = dense
@@ -60,10 +62,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self._replicas_checked = False
         owned = [p for group in forge.param_groups for p in group["params"]]
         # DistributedOptimizer's statistics are summed over data-parallel ranks too, which all have these norms.
-        counts = (
-            not isinstance(dense, DistributedOptimizer)
-            or parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
+        counts = data_group.rank() == 0 or not isinstance(dense, DistributedOptimizer)
         self._counted = torch.tensor(
             [
                 index

@@ -178,7 +178,8 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "expert_model_parallel_size", SUPPORTED, "experts are stepped in backward, or summed over exactly the ranks "
-        "that hold them; not with use_distributed_optimizer", _EXPERTS, _above("expert_model_parallel_size"),
+        "that hold them, over which the distributed optimizer shards their states", _EXPERTS,
+        _above("expert_model_parallel_size"),
     ),
     Switch(
         "LoRA", SUPPORTED, "a frozen base is left alone: no state, no weight-gradient GEMM",
@@ -284,12 +285,6 @@ def check(facts: Facts) -> None:
         NotImplementedError: one line for each refused switch that is on: its value and the way out.
     """
     refused = [f"{switch.name}={value!r}: {switch.why}" for switch, value in switched_on(REFUSED, facts)]
-    experts = facts.get("expert_model_parallel_size", 1)
-    if experts > 1 and facts.any("use_distributed_optimizer"):
-        refused.append(
-            f"use_distributed_optimizer=True with expert_model_parallel_size={experts}: the states of experts are not "
-            "sharded yet; turn it off"
-        )
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
         raise NotImplementedError(f"FORGE does not train with these Megatron switches yet:\n{lines}")

@@ -52,12 +52,6 @@ def facts(**switches) -> Facts:
     return Facts(configs)
 
 
-def test_states_of_experts_are_not_sharded():
-    check(facts(expert_model_parallel_size=2))
-    with pytest.raises(NotImplementedError, match="use_distributed_optimizer=True with expert_model_parallel_size=2"):
-        check(facts(expert_model_parallel_size=2, use_distributed_optimizer=True))
-
-
 @pytest.mark.parametrize("name", REFUSED_NAMES)
 def test_refused_by_name(name):
     value = ON.get(name, True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_harness import Case, Run, Workers, gap, layout, load, owned_state, poison, run, save, train_both
+from megatron_harness import Case, Run, Workers, gap, layout, load, poison, run, save, train_both
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -254,15 +254,15 @@ READERS = {
 def _held(session: Run) -> dict[str, torch.Tensor]:
     """Weights, this rank's rows of owned states, and Megatron's own states put together from all ranks."""
     found = {f"weight {name}": value for name, value in session.weights().items()}
-    optimizer = session.optimizer.chained_optimizers[0]
     if session.case.forge is None:
         return found
-    for name, state in owned_state(session).items():
-        found |= {f"owned {name} {key}": value for key, value in state.items()}
-    dense = optimizer.dense_held()
-    for p in dense.parameters:
-        state = {"param": dense.copy(p), **dense.state(p)}
-        found |= {f"dense {optimizer.layout.names[p]} {key}": value.clone() for key, value in state.items()}
+    for optimizer in session.optimizer.chained_optimizers:
+        names, dense = optimizer.layout.names, optimizer.dense_held()
+        for p, state in optimizer.forge.state.items():
+            found |= {f"owned {names[p]} {key}": value.clone() for key, value in state.items()}
+        for p in dense.parameters:
+            state = {"param": dense.copy(p), **dense.state(p)}
+            found |= {f"dense {names[p]} {key}": value.clone() for key, value in state.items()}
     return found
 
 
@@ -300,9 +300,13 @@ def _expect_close(one: dict, other: dict) -> None:
 
 
 def _joined(ranks: list[dict]) -> dict[str, torch.Tensor]:
-    """Owned states from the rows of all ranks; what every rank has, once."""
-    sharded = {n for n, v in ranks[0].items() if n.startswith("owned") and v.dim()}
-    return {n: torch.cat([rank[n] for rank in ranks]) if n in sharded else v for n, v in ranks[0].items()}
+    """Owned states from the rows of the ranks that have them; what several ranks have whole, once."""
+    found = {}
+    for name in {name: None for rank in ranks for name in rank}:
+        parts = [rank[name] for rank in ranks if name in rank]
+        sharded = name.startswith("owned") and parts[0].dim()
+        found[name] = torch.cat(parts) if sharded else parts[0]
+    return found
 
 
 def test_checkpoints(tmp_path):
@@ -333,3 +337,31 @@ def test_checkpoints(tmp_path):
             written = _joined([rank[name]["held"] for rank in writers])
             _expect_same(written, _joined([rank[name]["held"] for rank in found]))
         _expect_close(writers[0]["fp32"]["next"], found[-1]["fp32"]["next"])
+
+
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "moe_token_dispatcher_type": "alltoall"}
+EXPERTS = replace(PLAIN, model=GATED | MOE).with_forge()
+
+
+def _write_experts(folder: str) -> tuple[dict, dict, dict]:
+    session = Run(EXPERTS)
+    session.train(2)
+    save(session, folder)
+    held = _held(session)
+    return held, _read_experts(folder), session.train(1)["weights"]
+
+
+def _read_experts(folder: str) -> tuple[dict, dict]:
+    session = Run(EXPERTS)
+    load(session, folder)
+    return _held(session), session.train(1)["weights"]
+
+
+def test_experts_resume_and_are_read_by_other_ranks(tmp_path):
+    """Two experts on each of two ranks, twice; then once, so that nothing is left to shard their states over."""
+    writers = run(4, _write_experts, str(tmp_path), tp=1, ep=2)
+    for held, (resumed, then), straight in writers:
+        _expect_same(held, resumed)
+        _expect_same(straight, then)
+    readers = run(2, _read_experts, str(tmp_path), tp=1, ep=2)
+    _expect_same(_joined([held for held, _, _ in writers]), _joined([held for held, _ in readers]))

@@ -23,7 +23,9 @@ MODEL = {
 # Scores to which a bias is added where experts are chosen, and only there.
 BIASED = {**MODEL, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 BASE = Case(steps=4, own_batches=True, model=MODEL)
+SHARDED = {"use_distributed_optimizer": True}
 CASES = {
+    "distributed optimizer": replace(BASE, clip=0.05, optimizer=SHARDED, ddp=SHARDED),
     "in backward": replace(BASE, clip=0.0),
     "clipped": replace(BASE, clip=0.05),
     "micro-batches": replace(BASE, micro_batches=2),
@@ -78,12 +80,16 @@ def test_trains_like_megatron():
 
 
 LAYOUTS = {
-    "experts over two data-parallel ranks": ({"tp": 1, "ep": 2}, 2, "in backward", "clipped", "rank without tokens"),
+    "experts over two data-parallel ranks": (
+        {"tp": 1, "ep": 2}, 2, "in backward", "clipped", "rank without tokens", "distributed optimizer",
+    ),
     "an expert a rank": ({"tp": 1, "ep": 4}, 1, "in backward"),
     "shards of experts": ({"tp": 2, "ep": 2}, 1, "in backward", "clipped"),
     "experts over context ranks": ({"tp": 1, "cp": 2, "ep": 2}, 2, "in backward", "per-token loss"),
-    "whole experts beside tensor parallelism": ({"tp": 2, "ep": 2, "etp": 1}, 2, "in backward", "micro-batches"),
-}
+    "whole experts beside tensor parallelism": (
+        {"tp": 2, "ep": 2, "etp": 1}, 2, "in backward", "micro-batches", "distributed optimizer",
+    ),
+}  # fmt: skip
 
 
 def _over(degrees: dict[str, int], case: Case) -> Case:
