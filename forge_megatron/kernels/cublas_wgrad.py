@@ -22,7 +22,7 @@ from .norms import add_up
 from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_epilogue import by_blocks, step_coordinates
-from .triton_language import INTERPRETED, compiled_codes, compiled_update, load_scalars
+from .triton_language import compiled_codes, compiled_update, load_scalars
 from .triton_noise import block_bits, flat_bits
 
 #: Bytes of a scratch, where a weight is more than twice as large: a language model's head. A multiple of so many rows.
@@ -197,7 +197,8 @@ class _DenseStep:
             "BLOCK": BLOCK,
         }
         compiled = dense_step_kernel[self.grid](**arguments, num_warps=NUM_WARPS)
-        if INTERPRETED.value:
+        if compiled is None:
+            # The interpreter has compiled nothing.
             return
         changing = [name for name in ("gradient", "multiplier") if arguments[name] is not None]
         names = list(arguments)
