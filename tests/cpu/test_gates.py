@@ -78,6 +78,7 @@ def names(cases: list[Case]) -> list[str]:
             (True, "bf16"),
             ["TP tp4 fp32 cpu", "TP tp4 bf16 cpu", "SP1 tp4 sp fp32 cpu", "MG tp4 sp fp32 cpu", "MG tp4 sp bf16 cpu"],
         ),
+        (Degrees(pp=16), (False, "bf16"), ["MG tp1 fp32 cpu", "MG tp1 bf16 cpu", "PP1 pp8 fp32 cpu"]),
         (Degrees(tp=64), (False, "fp32"), ["TP tp8 fp32 cpu", "MG tp8 fp32 cpu"]),
         (
             Degrees(dp=2),

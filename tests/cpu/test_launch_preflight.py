@@ -207,6 +207,8 @@ def test_state_bytes(load, recipe, dtype, bytes_a_weight):
     weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128)
     loaded = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}")
     assert preflight.state_bytes(loaded) == weights * bytes_a_weight // 2
+    staged = load("parallel.pipeline=2", f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}")
+    assert preflight.state_bytes(staged) == weights * bytes_a_weight // 4
     shared = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}", *SHARDED)
     wide = {"fp32": 4, "bf16": 2}[dtype]
     assert preflight.state_bytes(shared) == weights * (wide + (bytes_a_weight - wide) // 2) // 2
