@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from forge_megatron.formats import FORMAT_KEYS, StateFormat, resolve_group, scale_name, state_format_of
+from forge_megatron.formats.code import scale_rows, scale_shape
 from forge_megatron.formats.noise import VERSION
+from forge_megatron.formats.state import is_scale
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot, is_sharded, shard_like
 from forge_megatron.random_bits import RandomBits
@@ -37,6 +39,9 @@ class Restorable(Protocol):
 
     def held(self, tensor: Tensor) -> Tensor:
         """What this rank steps of a parameter, or of a tensor of its shape."""
+
+    def held_rows(self, p: Tensor) -> slice:
+        """The rows of ``p`` whose states this rank has."""
 
     def admit(self, p: Tensor) -> None:
         """Gives ``p``, which was frozen, its states."""
@@ -185,12 +190,15 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
 
 
 def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dict:
-    """This rank's rows of states that the checkpoint has whole."""
-    rows = {name for name, value in own.items() if value.dim() and value.shape != p.shape}
-    return {
-        name: optimizer.held(value) if name in rows and isinstance(value, Tensor) and value.shape == p.shape else value
-        for name, value in entry.items()
-    }
+    """This rank's rows of states that the checkpoint has whole, and of their scales."""
+    held = dict(entry)
+    for name, value in entry.items():
+        shape = getattr(value, "shape", None)
+        if is_scale(name) and shape == scale_shape(p.shape):
+            held[name] = value[scale_rows(p, optimizer.held_rows(p))]
+        elif name in own and own[name].dim() and own[name].shape != shape == p.shape:
+            held[name] = optimizer.held(value)
+    return held
 
 
 def _expect_same_random_bits(optimizer: Restorable, ours: dict) -> None:

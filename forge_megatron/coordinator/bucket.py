@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge_megatron.formats.code import BLOCK
+
 #: Elements that each piece's start is a multiple of: vector accesses of 16 bytes in every dtype.
 ALIGNMENT = 16
 
@@ -25,8 +27,9 @@ class Buckets:
     """How gradients that are partial over ranks are summed (:func:`forge_megatron.attach`'s ``buckets=``).
 
     Attributes:
-        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut, nor a weight
-            whose rule reads more of it than one coordinate, for which every bucket has room.
+        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut, nor 64
+            coordinates of a vector that may share a scale, nor a weight whose rule reads more of it than one
+            coordinate, for which every bucket has room.
         count: buckets in turn: one is being filled while others are on the wire or being stepped.
         wire_dtype: float32 or bfloat16; None: bfloat16 for a bfloat16 weight, float32 for others, which is what
             ``DistributedDataParallel`` sends.
@@ -69,9 +72,19 @@ def columns(p: Tensor) -> int:
     return math.prod(p.shape[1:])
 
 
+def unit_rows(p: Tensor) -> int:
+    """Rows of ``p`` that are never parted: a vector's coordinates that may share a scale."""
+    return BLOCK if p.dim() == 1 else 1
+
+
+def share_of(p: Tensor, parts: int) -> int:
+    """Rows of ``p`` in each of ``parts`` but the last ones (``torch.chunk``'s, and DTensor's ``Shard(0)``)."""
+    return min(_round_up(-(-extent(p) // parts), unit_rows(p)), extent(p))
+
+
 def part_rows(p: Tensor, parts: int, part: int) -> slice:
-    """The rows of ``p`` that belong to one of ``parts`` (``torch.chunk``'s, and DTensor's ``Shard(0)``)."""
-    share = -(-extent(p) // parts)
+    """The rows of ``p`` that belong to one of ``parts``."""
+    share = share_of(p, parts)
     return slice(min(part * share, extent(p)), min((part + 1) * share, extent(p)))
 
 
@@ -152,7 +165,8 @@ def _width(p: Tensor, options: Buckets, gathered: bool) -> int:
 
 def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
     """Elements of a part of a bucket that ``p`` is put in."""
-    return max(options.nbytes // (size * parts), -(-extent(p) // parts) * columns(p) if p in uncut else columns(p))
+    least = share_of(p, parts) if p in uncut else min(unit_rows(p), share_of(p, parts))
+    return max(options.nbytes // (size * parts), least * columns(p))
 
 
 def cut(
@@ -194,12 +208,12 @@ def cut(
         wire = options.wire(p)
         size = _width(p, options, gathered)
         capacity = _capacity(p, size, options, parts, uncut)
-        share = -(-extent(p) // parts)
+        share = share_of(p, parts)
         mixed = gathered and pieces and pieces[-1].param.dtype is not p.dtype
         if wire is not dtype or mixed or used + share * columns(p) > capacity:
             close()
         dtype = wire
-        at_most = max(capacity // columns(p), 1)
+        at_most = max(capacity // columns(p) // unit_rows(p), 1) * unit_rows(p)
         for first in range(0, share, at_most):
             if first:
                 close()
@@ -228,7 +242,7 @@ def buffer_bytes(
         capacity = _capacity(p, size, options, parts, uncut)
         filled = _round_up(capacity, unit)
         largest = max(largest, size * parts * (filled + _round_up(filled // unit, unit)))
-        total += size * parts * _round_up(-(-extent(p) // parts) * columns(p), unit)
+        total += size * parts * _round_up(share_of(p, parts) * columns(p), unit)
     return min(largest, total + parts * 4 * _round_up(len(params), unit))
 
 

@@ -40,7 +40,6 @@ class Members:
         devices = {p.device for p in names}
         if len(devices) > 1:
             raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")
-        self.expect_whole_pieces()
         layout = {name: (tuple(p.shape), str(p.dtype)) for p, name in names.items()}
         mine = {"number of parameters": len(layout), "shapes and dtypes": sorted(layout.items())}
         self.ranks.expect_alike("attach(process_group=...)", {**facts, **mine, "buckets": self.options})

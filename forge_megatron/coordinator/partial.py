@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, cut, extent, rows_of
+from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, columns, cut, extent, rows_of
 from forge_megatron.coordinator.filler import Filler, Gradient
 from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
 from forge_megatron.coordinator.members import Members
@@ -25,6 +25,7 @@ from forge_megatron.coordinator.pending import Pending
 from forge_megatron.coordinator.pipeline import Pipeline, Route
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client, Window
+from forge_megatron.formats.code import scale_rows
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.rules import Rule
 
@@ -137,20 +138,6 @@ class PartialSums(Members):
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
         """Raises ``NotImplementedError`` for a rule or for states that this schedule cannot step."""
 
-    def expect_whole_pieces(self) -> None:
-        """Raises ``NotImplementedError`` if a bucket would cut a weight whose rows cannot be stepped alone."""
-        for bucket in self._cut(self._client().names):
-            for piece in bucket.pieces:
-                slot = self.slot(piece.param)
-                cut_up = piece.end - piece.first < extent(self.local(piece.param))
-                if (slot.noise is not None and (cut_up or self.parts > 1)) or (
-                    slot.is_scaled and cut_up and piece.param.dim() < 2
-                ):
-                    raise NotImplementedError(
-                        f"{slot.name}: its rounding or its blocks of states are not built yet for a part of its rows; "
-                        "use a larger buckets=Buckets(nbytes=...) and sharding='none'"
-                    )
-
     def _fill(self, params: Iterable[Tensor], norms: torch.dtype = torch.float32) -> Filler:
         filler = Filler(self._cut(params), self.parts, self._gradient, self._written)
         places = torch.zeros(len(filler.pieces), dtype=norms, device=self.device).unbind()
@@ -214,13 +201,16 @@ class PartialSums(Members):
                 continue
             slot = self.slot(piece.param)
             held = slice(piece.first, piece.first + rows.stop - rows.start)
+            blocks = scale_rows(piece.param, held)
+            before = rows.start * columns(piece.param)
             slots.append(
                 replace(
                     slot,
                     weight=rows_of(slot.weight, rows),
                     states=tuple(rows_of(state, held) for state in slot.states),
                     master=None if slot.master is None else rows_of(slot.master, held),
-                    scales=slot.scales if slot.weight.dim() < 2 else tuple(rows_of(s, held) for s in slot.scales),
+                    scales=tuple(rows_of(scale, blocks) for scale in slot.scales),
+                    noise=None if slot.noise is None else slot.noise.after(before),
                     update_norm_sq=None,
                     late_norms=None,
                     norm_sq=self.norm_of(piece) if with_norms else None,

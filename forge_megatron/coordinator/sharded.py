@@ -1,8 +1,9 @@
 """ZeRO: weights on every rank, states and masters on one. A bucket is reduce-scattered, each rank steps its rows,
 and the weights are gathered in the same buffer.
 
-A rank holds the rows of a weight that ``torch.chunk`` and DTensor's ``Shard(0)`` give it, so that a state's shape does
-not depend on the size of a bucket. Ranks beyond the rows of a small weight hold nothing of it.
+A rank holds the rows of a weight that ``torch.chunk`` and DTensor's ``Shard(0)`` give it, and of a vector whole blocks
+of 64, so that neither a state's shape nor a scale depends on the size of a bucket. Ranks beyond the rows of a small
+weight hold nothing of it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from forge_megatron.coordinator.bucket import Bucket, Buckets, extent, part_rows, rows_of
+from forge_megatron.coordinator.bucket import Bucket, Buckets, part_rows, rows_of
 from forge_megatron.coordinator.partial import PartialSums
 from forge_megatron.coordinator.pipeline import Route
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client
+from forge_megatron.formats.code import as_bytes, scale_rows
+from forge_megatron.formats.state import is_scale
 from forge_megatron.rules import Rule
 
 
@@ -36,15 +39,10 @@ class ShardedStates(PartialSums):
         return rows_of(tensor, self.rows(tensor))
 
     def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
-        super().expect_storable(label, rule, state)
         if rule.regime != "fused":
             raise NotImplementedError(
                 f"{label}: {rule.name} reads more of a gradient than one coordinate, and with sharding='states' a rank "
                 "has its rows; use sharding='none', or a rule such as adamw"
-            )
-        if any("scale" in name for name in state):
-            raise NotImplementedError(
-                f"{label}: states in blocks with a scale are not built yet for sharding='states'; use 'bf16' or 'fp32'"
             )
 
     def enter_wrapper(self, wrapper) -> frozenset[Tensor]:
@@ -87,17 +85,22 @@ class ShardedStates(PartialSums):
             state_dict["forge"]["shard"] = {"rank": self.ranks.rank, "of": self.ranks.size}
             return
         self.ranks.agree("state_dict(full=True)", {}, torch.zeros(0, dtype=torch.uint8))
-        state_dict["state"] = {
-            key: {name: self._whole(params[key], value) if value.dim() else value for name, value in entry.items()}
-            for key, entry in state_dict["state"].items()
-        }
+        for key, entry in state_dict["state"].items():
+            whole = {name: self._whole(params[key], name, value) for name, value in entry.items() if value.dim()}
+            state_dict["state"][key] = {**entry, **whole}
 
-    def _whole(self, p: Tensor, mine: Tensor) -> Tensor:
-        share = -(-extent(p) // self.parts)
-        gathered = mine.new_zeros(self.parts, share, *p.shape[1:])
-        gathered[self.ranks.rank, : mine.shape[0]] = mine
+    def _whole(self, p: Tensor, name: str, mine: Tensor) -> Tensor:
+        """A state, or the scales of one, from all ranks' rows."""
+        shares = [part_rows(p, self.parts, rank) for rank in range(self.parts)]
+        if is_scale(name):
+            shares = [scale_rows(p, rows) for rows in shares]
+        counts = [rows.stop - rows.start for rows in shares]
+        stored = as_bytes(mine)
+        gathered = stored.new_zeros(self.parts, max(counts), *mine.shape[1:])
+        gathered[self.ranks.rank, : counts[self.ranks.rank]] = stored
         self.ranks.wait(self.ranks.all_gather(gathered.view(-1)))
-        return gathered.flatten(0, 1)[: extent(p)].reshape(p.shape)
+        whole = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)]).view(mine.dtype)
+        return whole if is_scale(name) else whole.reshape(p.shape)
 
     def expect_own(self, state_dict: dict) -> None:
         """Raises ``ValueError`` if the states are another rank's rows."""

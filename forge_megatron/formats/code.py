@@ -65,3 +65,8 @@ def scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a weight of ``shape``."""
     *rows, columns = shape or (1,)
     return torch.Size((*rows, -(-columns // BLOCK)))
+
+
+def scale_rows(weight: Tensor, rows: slice) -> slice:
+    """Where the scales lie of ``rows`` of ``weight``; those of a vector are whole blocks, or reach to its end."""
+    return slice(-(-rows.start // BLOCK), -(-rows.stop // BLOCK)) if weight.dim() == 1 else rows

@@ -76,6 +76,14 @@ class Noise:
         origin = replace(self.origin, row=self.origin.row + rows, split=self.origin.split - rows)
         return replace(self, words=words, origin=origin)
 
+    def after(self, coordinates: int) -> Noise:
+        """Of the part without its first ``coordinates``, along its rows, for this step: its words are a copy."""
+        if not coordinates:
+            return self
+        words = self.words.clone()
+        words[5] += coordinates
+        return replace(self, words=words, origin=replace(self.origin, start=self.origin.start + coordinates))
+
     @property
     def is_grouped(self) -> bool:
         """Whether four coordinates side by side in memory, from each fourth on, are a group of the whole."""

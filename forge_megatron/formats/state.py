@@ -58,6 +58,11 @@ def scale_name(state: str) -> str:
     return f"{state}_scale"
 
 
+def is_scale(name: str) -> bool:
+    """Whether a state's name is that of another's scales."""
+    return name.endswith("_scale")
+
+
 def to_fp32(x, scale):
     return tl.cast(x, tl.float32)
 
