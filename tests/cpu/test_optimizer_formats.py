@@ -177,3 +177,25 @@ def test_adamws_own_options(backend, options):
             o.zero_grad()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_a_master_is_an_fp32_number_whatever_its_bits():  # field log row 109
+    """Nothing is split into halves: all 2^16 low parts of numbers of every kind, through a checkpoint and a step."""
+    low = torch.arange(1 << 16, dtype=torch.int64)
+    high = [0x3F80, 0xBF80, 0x0000, 0x8000, 0x0001, 0x7F7F, 0xFF7F, 0x3F81]
+    bits = torch.stack([(h << 16) | low for h in high])
+    bits = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
+    wanted = bits.view(torch.float32)
+    assert wanted.isfinite().all()
+    layer = torch.nn.Linear(1 << 16, len(high), bias=False, dtype=torch.bfloat16)
+    optimizer = forge.attach(layer, "sgd", lr=0.0, recipe="fp32-master")
+    saved = optimizer.state_dict()
+    saved["state"][0]["master"] = wanted.clone()
+    layer.load_state_dict({"weight": wanted.bfloat16()})
+    optimizer.load_state_dict(saved)
+    layer(torch.zeros(1, 1 << 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[layer.weight]["master"]
+    # A weight of -0 minus 0 is -0, and so are all bits of the others.
+    assert torch.equal(kept.view(torch.int32), bits)
+    assert torch.equal(layer.weight.view(torch.int16), wanted.bfloat16().view(torch.int16))

@@ -151,6 +151,21 @@ def test_no_dead_zone():  # field log row 98
             optimizer.step()
             optimizer.zero_grad()
         assert abs(layer.weight.double().mean() - mean) <= tolerance
+        # A hundred steps, each of a unit of 2^-8 with a probability of 0.256.
+        assert abs(layer.weight.double().std() - 0.017 * (mean != 1.0)) < 1e-3
+
+
+@pytest.mark.parametrize(("store", "mean", "tolerance"), [("nearest", 1.0, 0.0), ("stochastic", 0.99005, 3e-4)])
+def test_a_decay_below_half_a_unit_is_not_lost(store, mean, tolerance):  # field log row 94
+    """A thousand decays of 1e-5 without a gradient."""
+    layer = nn.Linear(160, 125, bias=False, dtype=BF16)
+    nn.init.ones_(layer.weight)
+    optimizer = forge.attach(layer, lr=1e-4, weight_decay=0.1, weight_store=store)
+    for _ in range(1000):
+        layer(torch.zeros(1, 160, dtype=BF16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(layer.weight.double().mean() - mean) <= tolerance
 
 
 @backends
