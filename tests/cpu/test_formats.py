@@ -114,3 +114,10 @@ def test_the_master_is_the_weight_in_fp32(dtype):
 
 def test_an_fp32_weight_is_its_own_master():
     assert weight_store("master").allocate(torch.randn(4, 6)) is None
+
+
+def test_bf16_states_keep_every_number_that_they_can_hold():
+    code = state_format("bf16").signed
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    again, _ = code.store(code.load(every, None))
+    assert torch.equal(again.view(torch.int16)[~every.isnan()], every.view(torch.int16)[~every.isnan()])

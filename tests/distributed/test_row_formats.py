@@ -1,0 +1,110 @@
+"""8-bit states and stochastic rounding of rows that ranks and buckets cut, against the whole weight on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Workers
+from torch import nn
+
+import forge_megatron as forge
+
+pytestmark = pytest.mark.timeout(600)
+
+workers = Workers()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request):
+    return workers.results(request.param)
+
+
+class Constants(nn.Module):
+    """Its gradients are multiples of a scale; rows that ranks and buckets cut, and vectors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        shapes = ((7, 130), (200,), (5,), (3, 2, 70), ())
+        self.weights = nn.ParameterList(torch.randn(shape).bfloat16() for shape in shapes)
+        self.linear = nn.Linear(70, 9, dtype=torch.bfloat16)
+
+    def forward(self, scale):
+        of_each = [
+            (w * (scale * torch.linspace(0.5, 2.0, w.numel()).bfloat16().view(w.shape))).sum() for w in self.weights
+        ]
+        return sum(of_each) + self.linear(torch.full((1, 70), 0.5, dtype=torch.bfloat16)).sum() * scale
+
+
+#: A bucket holds less than a row; and sums, of which one rank has all, are exact.
+SUMMED, ROW = forge.Buckets(average=False), forge.Buckets(average=False, nbytes=200)
+
+
+def trained(options, further, steps=range(3)):
+    net = Constants()
+    optimizer = forge.attach(net, lr=1e-2, seed=3, **options, **further)
+    take(net, optimizer, steps)
+    return net, optimizer
+
+
+def take(net, optimizer, steps):
+    share = 0.0 if optimizer._plan.process_group is not None and dist.get_rank() else 1.0
+    for number in steps:
+        net(torch.tensor(share * (0.5 + number), dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@workers
+def blocks_and_roundings_of_rows():  # field log rows 107 and 108
+    """Rows on ranks and in buckets have the codes, the scales and the random bits of the whole weight."""
+    group = {"process_group": dist.group.WORLD, "buckets": SUMMED}
+    small, states = {"buckets": ROW}, {"sharding": "states"}
+    for recipe in ("sr-store", "int8", "fp8", {"state_format": "int8", "weight_store": "stochastic"}):
+        options = {"recipe": recipe} if isinstance(recipe, str) else recipe
+        alone, single = trained(options, {})
+        expected = single.state_dict()["state"]
+        for further in (small, states, {**states, **small}, {**states, "clip_grad_norm": 1e9}):
+            net, optimizer = trained(options, {**group, **further})
+            for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(p, q), (recipe, further, p.shape)
+            whole = optimizer.state_dict(full="sharding" in further)["state"]
+            for index, entry in expected.items():
+                for name, value in entry.items():
+                    assert value.shape == whole[index][name].shape, (recipe, further, name)
+                    same = value.float() == whole[index][name].float()
+                    assert same.all(), (recipe, further, index, name)
+
+
+@workers
+def a_checkpoint_of_rows_with_scales():
+    """Whole, or this rank's own; resumed bit for bit, on other ranks, on one, and in another format."""
+    group = {"process_group": dist.group.WORLD, "sharding": "states", "buckets": SUMMED}
+    for recipe in ("int8", "fp8"):
+        net, optimizer = trained({"recipe": recipe}, group, range(2))
+        weights, own, whole = net.state_dict(), optimizer.state_dict(), optimizer.state_dict(full=True)
+        weights, own, whole = copy.deepcopy((weights, own, whole))
+        take(net, optimizer, range(2, 4))
+        for saved, further in ((own, group), (whole, group), (whole, {})):
+            again, resumed = trained({"recipe": recipe}, further, ())
+            again.load_state_dict(weights)
+            resumed.load_state_dict(saved)
+            take(again, resumed, range(2, 4))
+            assert all(map(torch.equal, again.parameters(), net.parameters())), (recipe, further)
+        _, plain = trained({"recipe": "bf16-state"}, group, ())
+        with pytest.warns(UserWarning, match="to bf16"):
+            plain.load_state_dict(whole, convert=True)
+        _, back = trained({"recipe": recipe}, group, ())
+        with pytest.warns(UserWarning, match=f"from bfloat16 to {recipe}"):
+            back.load_state_dict(plain.state_dict(full=True), convert=True)
+        for entry, before in zip(back.state_dict()["state"].values(), own["state"].values(), strict=True):
+            assert entry["exp_avg"].dtype is before["exp_avg"].dtype
+            assert entry["exp_avg"].shape == before["exp_avg"].shape
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in workers.functions])
+def test_rows_have_the_formats_of_the_whole(results, name):
+    results[name]
