@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 MOST_RANKS = 8
 DTYPES = ("fp32", "bf16")
-IDS = ("TP", "SP1", "MG", "T0", "T1", "T2", "F1", "F2", "F3", "MW", "SR", "PP1", "CP1")
+IDS = ("TP", "SP1", "MG", "T0", "T1", "T2", "F1", "F2", "F3", "MW", "SR", "PP1", "CP1", "EP1")
 #: Where a data-parallel job keeps weights and states: whole everywhere, states sharded, all sharded.
 SHARDINGS = ("none", "states", "full")
 

@@ -106,6 +106,8 @@ def states(model, optimizer) -> dict:
     kept = {id(p): state for one in inner if one is not None for p, state in one.state.items()}
     found = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         stepped = getattr(parameter, "main_param", None)
         state = kept[id(parameter if stepped is None or id(parameter) in kept else stepped)]
         found[name] = (state["exp_avg"], state["exp_avg_sq"])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from launch.config import Recipe, RecipeError
 
-#: Degrees that ``python -m launch`` does not take above 1.
-_NOT_BUILT = ("parallel.expert",)
-
 
 def divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
     value = recipe.get(key)
@@ -15,9 +12,6 @@ def divides(recipe: Recipe, key: str, divisor: int, what: str) -> None:
 
 
 def check_degrees(recipe: Recipe) -> None:
-    for key in _NOT_BUILT:
-        if recipe.get(key) > 1:
-            raise RecipeError(key, f"{recipe.get(key)}: not built in python -m launch: set it to 1")
     if recipe.parallel.distributed_optimizer and recipe.parallel.data == 1:
         raise RecipeError("parallel.distributed_optimizer", "states are shared over data ranks: set parallel.data too")
     _check_pipeline(recipe)
@@ -56,3 +50,31 @@ def check_context(recipe: Recipe) -> None:
         divides(recipe, "model.num_attention_heads", ranks, "parallel.tensor * parallel.context, for context_comm=a2a")
     if parallel.context_comm == "p2p" and model.transformer_engine != "always":
         raise RecipeError("parallel.context_comm", "p2p needs model.transformer_engine=always; or a2a, all_gather")
+
+
+def check_experts(recipe: Recipe) -> None:
+    model, parallel = recipe.model, recipe.parallel
+    if model.num_experts is None:
+        if parallel.expert > 1:
+            raise RecipeError("parallel.expert", f"{parallel.expert} and no experts: set model.num_experts, or it to 1")
+        return
+    divides(recipe, "model.num_experts", parallel.expert, "parallel.expert")
+    if model.expert_topk > model.num_experts:
+        raise RecipeError("model.expert_topk", f"{model.expert_topk} is above model.num_experts={model.num_experts}")
+    if recipe.run.reorder:
+        raise RecipeError("run.reorder", "true: not built for experts: set it to false")
+    if model.bias:
+        raise RecipeError("model.bias", "true: not built for experts: set it to false")
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise RecipeError("parallel.sequence", "experts beside parallel.tensor above 1 need it: set it to true")
+    if model.expert_ffn_hidden_size is not None:
+        divides(recipe, "model.expert_ffn_hidden_size", parallel.tensor, "parallel.tensor")
+    if parallel.expert > 1 and parallel.distributed_optimizer:
+        raise RecipeError("parallel.distributed_optimizer", f"not built with parallel.expert={parallel.expert}")
+    if parallel.expert > 1 and parallel.pipeline > 1:
+        raise RecipeError("parallel.pipeline", f"{parallel.pipeline}: not built with parallel.expert={parallel.expert}")
+    ranks = parallel.data * parallel.context
+    if ranks % parallel.expert:
+        raise RecipeError(
+            "parallel.expert", f"{parallel.expert} does not divide parallel.data * parallel.context={ranks}"
+        )

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from forge_megatron.megatron.attention import ForgeDotProductAttention
 from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
+from launch import experts
 from launch.config import Recipe
 from launch.distributed import seed
 from launch.dtypes import DTYPES
@@ -86,6 +87,7 @@ def transformer_config(recipe: Recipe, on_cpu: bool) -> TransformerConfig:
         deterministic_mode=recipe.run.deterministic,
         calculate_per_token_loss=recipe.batch.per_token_loss,
         **recompute[m.recompute],
+        **experts.fields(recipe, on_cpu),
     )
 
 
@@ -108,7 +110,9 @@ def _pipeline_options(recipe: Recipe, on_cpu: bool) -> dict:
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """megatron-core's local layer, with norms that allow sequence parallelism and an attention
     that does not write out its scores."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     norm = norm_class(config.normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
@@ -118,7 +122,7 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = norm
     else:
         attention.q_layernorm = attention.k_layernorm = IdentityOp
-    return spec
+    return spec if config.num_moe_experts is None else experts.numbered(spec)
 
 
 def block_spec(
@@ -127,7 +131,9 @@ def block_spec(
     if uses_transformer_engine(recipe, on_cpu):
         if recipe.optimizer.use_forge:
             return get_gpt_layer_forge_spec(config, use_transformer_engine=True)
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),
         layer_norm=norm_class(config.normalization),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch import gpus
 from launch.config import Recipe, RecipeError
-from launch.degrees import check_context, check_degrees, divides
+from launch.degrees import check_context, check_degrees, check_experts, divides
 
 _CHOICES = {
     "model.position_embedding": ("rope", "learned_absolute"),
@@ -31,6 +31,9 @@ _POSITIVE = (
     "model.num_layers",
     "model.hidden_size",
     "model.ffn_hidden_size",
+    "model.num_experts",
+    "model.expert_topk",
+    "model.expert_ffn_hidden_size",
     "model.num_attention_heads",
     "model.num_query_groups",
     "model.kv_channels",
@@ -67,6 +70,7 @@ _NOT_NEGATIVE = (
     "validation.every",
     "checkpoint.every",
     "model.dropout",
+    "model.expert_aux_loss",
     "model.init_std",
     "model.norm_epsilon",
     "run.seed",
@@ -114,6 +118,7 @@ def check_sizes(recipe: Recipe) -> None:
             recipe, "data.sequence_length", parallel.tensor * parallel.context, "parallel.tensor * parallel.context"
         )
     check_context(recipe)
+    check_experts(recipe)
     divides(recipe, "batch.total", batch.micro * parallel.data, "batch.micro * parallel.data")
     if recipe.world_size % parallel.nodes:
         raise RecipeError("parallel.nodes", f"{recipe.world_size} ranks are not divisible by {parallel.nodes} nodes")
@@ -266,7 +271,11 @@ def state_bytes(recipe: Recipe) -> int:
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     groups = model.num_query_groups or model.num_attention_heads
     attention = model.hidden_size * head * (2 * model.num_attention_heads + 2 * groups)
-    mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.activation == "swiglu" else 2)
+    mlp = model.hidden_size * (3 if model.activation == "swiglu" else 2)
+    if model.num_experts is None:
+        mlp *= model.ffn_hidden_size
+    else:
+        mlp *= (model.expert_ffn_hidden_size or model.ffn_hidden_size) * model.num_experts // recipe.parallel.expert
     stages = recipe.parallel.pipeline
     embeddings = (model.vocab_size or 0) * model.hidden_size * (1 if model.tied_head or stages > 1 else 2)
     weights = model.num_layers // stages * (attention + mlp) + embeddings

@@ -53,6 +53,8 @@ _FIXED = (
     "model.normalization",
     "model.norm_epsilon",
     "model.activation",
+    "model.expert_topk",
+    "parallel.expert",
     "optimizer.rule",
     "optimizer.beta1",
     "optimizer.beta2",
@@ -85,7 +87,11 @@ def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, load
 
 
 def _param_groups(saved: dict) -> list[dict]:
-    """Those of an optimizer's checkpoint; with an fp32 master Megatron puts its inner optimizer's one level down."""
+    """Those of an optimizer's checkpoint; with an fp32 master Megatron puts its inner optimizer's one level down.
+
+    Under expert parallelism the dense weights' optimizer is the first of two.
+    """
+    saved = saved.get(0, saved)
     return saved["param_groups"] if "param_groups" in saved else saved["optimizer"]["param_groups"]
 
 

@@ -48,7 +48,7 @@ def rewrite(spec: Any, replacements: Mapping[Any, type]) -> Any:
         return replacements.get(spec, spec)
     if isinstance(spec, functools.partial):
         keywords = {name: rewrite(value, replacements) for name, value in spec.keywords.items()}
-        return functools.partial(spec.func, *spec.args, **keywords)
+        return functools.partial(rewrite(spec.func, replacements), *spec.args, **keywords)
     if isinstance(spec, (list, tuple)):
         return type(spec)(rewrite(member, replacements) for member in spec)
     if dataclasses.is_dataclass(spec):
@@ -72,7 +72,7 @@ class ForgeSpecProvider(LocalSpecProvider):
 
 
 def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engine: bool = False) -> ModuleSpec:
-    """A transformer layer with FORGE's linears.
+    """A transformer layer with FORGE's linears; with ``num_moe_experts`` its MLPs are a ``SequentialMLP``.
 
     Args:
         config: the model's config; its norm, qk-norm, multi-latent-attention and context-parallel fields are read.
@@ -80,14 +80,12 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
 
     Raises:
         ModuleNotFoundError: Transformer Engine is asked for and not installed.
-        NotImplementedError: mixture-of-experts layers.
+        NotImplementedError: experts in one tensor; a model of which only some layers have experts.
     """
     if config.num_moe_experts is not None:
-        raise NotImplementedError(
-            f"num_moe_experts={config.num_moe_experts}: the grouped step of experts is not built yet; build the "
-            "model from megatron-core's spec, whose dense linears prepare() converts"
-        )
+        _expect_sequential_experts(config)
     spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
@@ -108,6 +106,21 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
         DotProductAttention: transformer_engine.TEDotProductAttention,
     }
     return rewrite(spec, {**_LINEARS, **engine})
+
+
+def _expect_sequential_experts(config: TransformerConfig) -> None:
+    if config.moe_grouped_gemm:
+        raise NotImplementedError(
+            "moe_grouped_gemm=True: experts in one tensor are not built under Megatron (GroupedMLP needs the package "
+            "grouped_gemm, TEGroupedMLP Transformer Engine; the weights of both stay with Megatron's optimizer); turn "
+            "it off for SequentialMLP, or take megatron-core's spec, whose dense linears prepare() converts"
+        )
+    frequency = config.moe_layer_freq
+    if any(layer != 1 for layer in (frequency if isinstance(frequency, list) else [frequency])):
+        raise NotImplementedError(
+            f"moe_layer_freq={frequency}: this is the spec of one layer, of which some would have experts and others "
+            "not; build the model from megatron-core's get_gpt_decoder_block_spec, whose linears prepare() converts"
+        )
 
 
 def transformer_engine_layer_spec(model_config: Any) -> ModuleSpec:

@@ -21,6 +21,7 @@ optimizer: {lr: 1e-3}
 run: {dir: RUN, steps: 10, device: cpu}
 """
 GIB = 2**30
+EXPERTS = ["model.num_experts=4"]
 SHARDED = ("parallel.data=2", "parallel.distributed_optimizer=true")
 INTERLEAVED = ("parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4")
 
@@ -40,7 +41,7 @@ def refusal(recipe) -> config.RecipeError:
     return caught.value
 
 
-@pytest.mark.parametrize("override", ["optimizer.clip_grad=inf", "optimizer.backend=reference"])
+@pytest.mark.parametrize("override", ["model.num_experts=4", "optimizer.clip_grad=inf", "optimizer.backend=reference"])
 def test_a_good_recipe_passes(load, override):
     assert preflight.check(load(override)) == "cpu"
 
@@ -81,7 +82,17 @@ def test_a_good_recipe_passes(load, override):
         (["parallel.context=64"], "data.sequence_length", "context=128"),
         (["parallel.context=4", "parallel.context_comm=a2a"], "model.num_attention_heads", "for context_comm=a2a=8"),
         (["parallel.context=2", "parallel.context_comm=p2p"], "parallel.context_comm", "transformer_engine=always"),
-        (["parallel.expert=2"], "parallel.expert", "not built"),
+        (["parallel.expert=2"], "parallel.expert", "model.num_experts"),
+        ([*EXPERTS, "parallel.expert=2"], "parallel.expert", "parallel.data * parallel.context=1"),
+        ([*EXPERTS, "parallel.expert=3"], "model.num_experts", "parallel.expert=3"),
+        ([*EXPERTS, "model.expert_topk=5"], "model.expert_topk", "model.num_experts=4"),
+        ([*EXPERTS, "model.expert_aux_loss=-1"], "model.expert_aux_loss", "negative"),
+        ([*EXPERTS, "model.expert_ffn_hidden_size=33"], "model.expert_ffn_hidden_size", "parallel.tensor=2"),
+        ([*EXPERTS, "model.bias=true"], "model.bias", "experts"),
+        ([*EXPERTS, "run.reorder=true"], "run.reorder", "experts"),
+        ([*EXPERTS, "parallel.sequence=false"], "parallel.sequence", "experts"),
+        ([*EXPERTS, "parallel.expert=2", "parallel.pipeline=2"], "parallel.pipeline", "parallel.expert=2"),
+        ([*EXPERTS, "parallel.expert=2", *SHARDED], "parallel.distributed_optimizer", "parallel.expert=2"),
         (["optimizer.warmup_steps=10"], "optimizer.warmup_steps", "10 decay steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
         (["data.synthetic=false"], "data.train", "launch.prepare"),
@@ -212,6 +223,13 @@ def test_state_bytes(load, recipe, dtype, bytes_a_weight):
     shared = load(f"optimizer.recipe={recipe or 'null'}", f"model.dtype={dtype}", *SHARDED)
     wide = {"fp32": 4, "bf16": 2}[dtype]
     assert preflight.state_bytes(shared) == weights * (wide + (bytes_a_weight - wide) // 2) // 2
+
+
+def test_state_bytes_of_experts(load):
+    """Two of the four experts of each layer on a rank: three matrices of 32 hidden channels each."""
+    experts = ("model.num_experts=4", "model.expert_ffn_hidden_size=32", "parallel.expert=2", "parallel.data=2")
+    weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 2 * 3 * 64 * 32)
+    assert preflight.state_bytes(load(*experts)) == weights * 12 // 2
 
 
 def test_the_command_ends_in_one_line_and_exit_code_2(tmp_path):

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -279,6 +279,25 @@ def bits_of_this_rank():
     )
 
 
+def experts_of_one_ranks_mean():
+    """Without Megatron's factor on an expert's gradient, which has come from the losses of all ranks."""
+    from forge_megatron.linear import FusedStep
+
+    return patch.object(FusedStep, "_multiplier", lambda self, device: torch.ones((), device=device))
+
+
+def experts_without_tokens_are_left_out():
+    deliver = Use.deliver
+    return patch.object(Use, "deliver", lambda use, dy, x, **kwargs: deliver(use, dy, x, **kwargs) if len(dy) else None)
+
+
+def norms_of_this_ranks_experts():
+    from forge_megatron.megatron import domains
+
+    experts = domains.experts
+    return patch.object(domains, "experts", lambda: replace(experts(), model_group=domains.dense().model_group))
+
+
 BREAKS = {
     "CP1": context_breaks.BREAKS,
     "PP1": pipeline_breaks.BREAKS,
@@ -342,6 +361,14 @@ BREAKS = {
         learning_rate_a_step_late: "loss gap, in backward",
         twice_the_gradient: "norm gap, in backward",
         no_clipping: "Δstate, waiting",
+    },
+    "EP1": {
+        experts_of_one_ranks_mean: "norm gap, in backward",
+        experts_without_tokens_are_left_out: "starved expert: weight less its decay, in backward",
+        norms_of_this_ranks_experts: "norm gap, waiting",
+        no_sum_over_ranks: "loss gap, in backward",
+        no_decay: "starved expert: weight less its decay, waiting",
+        twice_the_gradient: "Δstate, in backward",
     },
 }
 

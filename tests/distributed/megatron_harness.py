@@ -8,7 +8,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from megatron_experts import experts_apart, initialize_experts
 from megatron_ranks import Workers as Workers
 from megatron_ranks import layout as layout
 from megatron_ranks import run as run
@@ -89,12 +88,11 @@ def layer_spec(config):
     from launch import experts
     from launch.norm import norm_class
 
-    experts.expect_no_transformer_engine()
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     norm = norm_class(config.normalization)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = ForgeDotProductAttention
-    return spec
+    return spec if config.num_moe_experts is None else experts.numbered(spec)
 
 
 def build_model(case: Case, seed: int = 7):
@@ -116,21 +114,19 @@ def _model(case: Case, config, **stage: Any):
 
         extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer_spec(config), use_transformer_engine=False)
     layers = get_num_layers_to_build(config, vp_stage=stage.get("vp_stage"))
-    with experts_apart():
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(config)] * layers, layer_norm=norm_class(config.normalization)
-            ),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope",
-            **extra,
-        )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec(config)] * layers, layer_norm=norm_class(config.normalization)
+        ),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="rope",
+        **extra,
+    )
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    initialize_experts(model)
     return model
 
 

@@ -34,5 +34,6 @@ def test_all_gates_are_green(tmp_path, nproc):
     wanted |= {f"{name.replace(' ', f' dp{nproc} ', 1)} cpu" for name in DATA_PARALLEL[nproc]}
     wanted |= {f"{name.replace(' ', f' pp{nproc} ', 1)} cpu" for name in PIPELINE[nproc]}
     wanted |= {f"{name.replace(' ', f' cp{nproc} ', 1)} cpu" for name in CONTEXT[nproc]}
+    wanted.add(f"EP1 ep{nproc} dp{nproc} fp32 cpu")
     assert set(entries) == wanted
     assert all(entry["passed"] for entry in entries.values())

@@ -15,7 +15,7 @@ from gates.receipt import ROOT
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize("gates", ["TP", "SP1", "MG", "F1 F2 F3 MW", "T0 T1 T2 SR", "PP1", "CP1"])
+@pytest.mark.parametrize("gates", ["TP", "SP1", "MG", "F1 F2 F3 MW", "T0 T1 T2 SR", "PP1", "CP1", "EP1"])
 def test_a_gate_sees_each_thing_that_it_guards_break(tmp_path, gates):
     from tests.distributed.gate_breaks import BREAKS
 

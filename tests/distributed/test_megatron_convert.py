@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 
 import pytest
@@ -119,7 +120,7 @@ def _frozen_layer() -> dict:
         "start": start,
         "launched": launched,
         "states": set(states),
-        "dense": set(optimizer.layout.dense_parameters()),
+        "dense": {optimizer.layout.names[p] for p in optimizer.layout.dense()},
     }
 
 
@@ -234,6 +235,15 @@ def _specs() -> dict:
             "classes": {name: type(modules[name]) for name in LINEARS},
             "norms": [not isinstance(n, IdentityOp) for n in (layer.input_layernorm, layer.pre_mlp_layernorm)],
         }
+    experts = {"num_moe_experts": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False}
+    config = transformer_config(Case(model=experts))
+    layer = build_module(get_gpt_layer_forge_spec(config), config=config, layer_number=1)
+    found["experts"] = [(type(e.linear_fc1), type(e.linear_fc2)) for e in layer.mlp.experts.local_experts]
+    for name, value in (("moe_grouped_gemm", True), ("moe_layer_freq", [1, 0])):
+        changed = copy.copy(config)
+        setattr(changed, name, value)
+        with pytest.raises(NotImplementedError, match=name):
+            get_gpt_layer_forge_spec(changed)
     provider = ForgeSpecProvider()
     found["provider"] = (provider.column_parallel_linear(), provider.row_parallel_linear())
     found["forge"] = (ForgeColumnParallelLinear, ForgeRowParallelLinear)
@@ -251,6 +261,7 @@ def test_specs_hold_forges_linears(results):
             assert found[norm]["classes"] == dict(zip(LINEARS, (column, row, column, row), strict=True))
             assert found[norm]["norms"] == [True, True]
         assert found["provider"] == (column, row)
+        assert found["experts"] == [(column, row)] * 2
         assert "transformer_engine" in found["missing"]
 
 

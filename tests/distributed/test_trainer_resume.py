@@ -20,6 +20,10 @@ ARMS = {
     "forge, bf16 states": ("optimizer.use_forge=true", "optimizer.recipe=bf16-state"),
     "forge, bf16 with master": ("optimizer.use_forge=true", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
     "forge, context-parallel": ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=2"),
+    "forge, expert-parallel": (
+        *("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "parallel.expert=2"),
+        *("model.num_experts=4", "model.expert_aux_loss=0.01"),
+    ),
     "forge, another rule": ("optimizer.rule=nadam", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
 }
 
