@@ -52,8 +52,9 @@ class ForgeOptimizer(Capturing):
         clip: which norm: the ``"global"`` one of all parameters, or each ``"weight"``'s own.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
         skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight, master and states (with
-            states in blocks, the whole block does), without weight decay; all others are stepped and every count
-            rises. No weight becomes infinite or NaN, but a part of the step is taken, from a loss that was wrong.
+            states in blocks, the whole block does), without weight decay; the others are stepped (clipped: by the
+            coefficient of such a norm, 0, or with a NaN not at all) and every count rises. No weight becomes infinite
+            or NaN, but a part of the step is taken, from a loss that was wrong.
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         wholes: of the parameters that are shards, where a rule reads more than one coordinate: the weight's.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.shards import ShardGroup, expect_managed
+from forge_megatron.coordinator.shards import ShardGroup, expect_managed, forget_backward
 from forge_megatron.kernels import local
 from forge_megatron.linear.ledger import (
     failed_after_updates,
@@ -168,6 +168,7 @@ class FullySharded:
     def discard_window(self) -> None:
         """``zero_grad()``: drops what waits; refuses to hide an update that has already been made."""
         self._note_failures(closing=True)
+        forget_backward(self._groups)
         if not self._stepped:
             self._broken = None
             self._drop()
@@ -183,13 +184,16 @@ class FullySharded:
         self._note_failures(closing=True)
         if accept or not self._stepped:
             self.restored()
-        elif self._broken is None:
+            return True
+        forget_backward(self._groups)
+        if self._broken is None:
             self._broken = rolled_back_after_updates(len(self._stepped), len(self.group_of), self.updated)
-        return self._broken is None
+        return False
 
     def restored(self) -> None:
         """After ``load_state_dict``: whatever a failed backward did is gone."""
         self._broken = None
+        forget_backward(self._groups)
         self.close_window()
 
     def _drop(self) -> None:

@@ -77,6 +77,22 @@ def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGrou
     return groups
 
 
+def forget_backward(groups: Iterable[ShardGroup]) -> None:
+    """Drops what a backward has left in FSDP2: gradients that are not reduced, and after an exception its end.
+
+    torch queues the end once a backward, and after an exception never again: the next one would neither reduce the
+    outermost module's gradients nor wait for the others'. Without gradients it is no collective.
+    """
+    for group in groups:
+        for record in group.records:
+            record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record.unsharded_param.grad = None
+    for state in (module._get_fsdp_state() for group in groups for module in group.modules):
+        if state._state_ctx.post_backward_final_callback_queued:
+            state._root_post_backward_final_callback()
+
+
 def _parameter_groups(module: nn.Module) -> list:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

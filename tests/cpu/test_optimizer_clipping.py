@@ -245,6 +245,21 @@ def test_a_gradient_that_is_not_finite(backend, bad):
     assert torch.equal(model[2].bias, before[3])
 
 
+@backends
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_a_clipped_step_does_where_one_coordinate_is_not_finite(backend, bad):
+    """The coefficient is limit / norm: 0 with an infinity, and a decay is left of the step; NaN moves nothing."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = forge.attach(model, lr=0.5, weight_decay=0.5, clip_grad_norm=1.0, backend=backend)
+    before = model.weight.detach().clone()
+    model(torch.tensor([[bad, 3.0]])).sum().backward()
+    optimizer.step()
+    kept = 1.0 if math.isnan(bad) else 0.75
+    torch.testing.assert_close(model.weight.detach(), before * torch.tensor([[1.0, kept]]), rtol=1e-6, atol=0)
+    assert not optimizer.state[model.weight]["exp_avg"].any()
+    assert optimizer.state[model.weight]["step"] == 1
+
+
 @pytest.mark.parametrize("waiting", [False, True])
 @pytest.mark.parametrize("frozen_base", [False, True], ids=["mlp", "adapters"])
 @pytest.mark.parametrize(

@@ -156,3 +156,47 @@ def _compiled():
 
 def test_compiled_before_and_after(results):
     results["_compiled"]
+
+
+@workers
+def _broken_backwards():
+    """A backward that the second block breaks off, the last of a window; every bit of the steps around it counts."""
+
+    def broken(grad):
+        raise KeyboardInterrupt
+
+    def breaks(module, inputs, output):
+        output.register_hook(broken)
+
+    def run(options, leave, *, deferred=False):
+        net = shard(Net())
+        optimizer = attach(net, **options)
+        micro_batches = options.get("accumulation_steps", 1)
+        for step in range(3):
+            if leave is not None and step == 1:
+                for micro_batch in range(micro_batches):
+                    net.set_requires_gradient_sync(not deferred or micro_batch == micro_batches - 1)
+                    last = micro_batch == micro_batches - 1
+                    handle = net.blocks[0].register_forward_hook(breaks) if last else None
+                    loss = loss_of(net, 50 + micro_batch)
+                    try:
+                        loss.backward()
+                    except KeyboardInterrupt:
+                        handle.remove()
+                assert leave(optimizer) is not False
+                net.set_requires_gradient_sync(True)
+            for micro_batch in range(micro_batches):
+                loss_of(net, 10 * step + micro_batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return contents(net, optimizer)
+
+    for options in ({"skip": "atomic"}, {"clip_grad_norm": 0.5}, {"accumulation_steps": 2}):
+        expected = run(options, None)
+        for leave in (lambda o: o.rollback(), lambda o: o.zero_grad()):
+            for deferred in (False, True):
+                expect_equal(run(options, leave, deferred=deferred), expected, ulps=0)
+
+
+def test_a_broken_backward_is_rolled_back(results):  # row 139
+    results["_broken_backwards"]
