@@ -74,6 +74,7 @@ def _single() -> dict[str, Arm]:
         "adamw-fused-micro-captured": _captured(replace(for_capture, **summed), "adamw-fused-micro-captured"),
         "forge-micro": summed_here,
         "forge-micro-captured": _captured(summed_here, "adamw-fused-micro-captured"),
+        "forge-head-micro-captured": _captured(replace(summed_here, fused_head=True), "adamw-fused-micro-captured"),
     }
 
 
