@@ -193,8 +193,15 @@ class PartialSums(Members):
     def step_pieces(
         self, bucket: Bucket, stretch: Tensor, rank: int, multiplier: Tensor | None, *, with_norms: bool = True
     ) -> None:
-        """One launch for all pieces in one part of a summed bucket."""
+        """One launch for all pieces in one part of a summed bucket.
+
+        Args:
+            multiplier: of every gradient, 0-dim; or of each parameter's, in the order of the optimizer's.
+        """
         slots, grads = [], []
+        each = None
+        if multiplier is not None and multiplier.dim() == 1:
+            each = dict(zip(self._client().names, multiplier.unbind(), strict=True))
         for piece in self.stepped(bucket):
             rows = piece.rows(self.parts, rank)
             if rows.stop == rows.start:
@@ -216,8 +223,10 @@ class PartialSums(Members):
                     norm_sq=self.norm_of(piece) if with_norms else None,
                 )
             )
-            grads.append(piece.view(stretch, rows))
-        kernels.step(slots, grads, multiplier=multiplier, backend=self.backend)
+            grad = piece.view(stretch, rows)
+            grads.append(grad if each is None else grad.float() * each[piece.param])
+        common = multiplier if each is None else None
+        kernels.step(slots, grads, multiplier=common, backend=self.backend)
 
     def stepped(self, bucket: Bucket) -> list[Piece]:
         """The pieces of weights that any rank has a gradient of."""

@@ -92,8 +92,6 @@ def plan(
     limit = _limit(clip_grad_norm)
     if clip not in ("global", "weight"):
         raise ValueError(f"clip={clip!r} is unknown; use 'global' or 'weight'")
-    if clip == "weight" and process_group is not None:
-        raise NotImplementedError("clip='weight' over several ranks is not built yet; use clip='global'")
     if clip == "weight" and limit is None:
         raise ValueError("clip='weight' without a norm; give clip_grad_norm=")
     atomic = skip == "atomic"

@@ -59,6 +59,7 @@ class Twins:
     Args:
         model: copied.
         clip: largest norm.
+        each: of each parameter, not of all together.
         micro_batches: of a step.
         multiplier: late scale of the gradient.
         unused: some parameters are not in every graph.
@@ -67,11 +68,13 @@ class Twins:
     """
 
     def __init__(
-        self, model: nn.Module, *, clip=None, micro_batches: int = 1, multiplier=None, wrap: bool = False,
-        unused: bool = False, lr: float = 1e-2, **options,
+        self, model: nn.Module, *, clip=None, each: bool = False, micro_batches: int = 1, multiplier=None,
+        wrap: bool = False, unused: bool = False, lr: float = 1e-2, **options,
     ):  # fmt: skip
         self.model, self.reference = copy.deepcopy(model), copy.deepcopy(model)
-        self.clip, self.micro_batches, self.multiplier = clip, micro_batches, multiplier
+        self.clip, self.each, self.micro_batches, self.multiplier = clip, each, micro_batches, multiplier
+        if each:
+            options["clip"] = "weight"
         if multiplier is not None:
             options["waiting"] = True
         self.optimizer = forge.attach(
@@ -96,7 +99,10 @@ class Twins:
         if self.multiplier is not None:
             for p in self.reference.parameters():
                 p.grad.mul_(self.multiplier)
-        self.norm = nn.utils.clip_grad_norm_(self.reference.parameters(), self.clip or float("inf"))
+        limit = float("inf") if self.clip is None or self.each else self.clip
+        self.norm = nn.utils.clip_grad_norm_(self.reference.parameters(), limit)
+        for p in self.reference.parameters() if self.each else ():
+            nn.utils.clip_grad_norm_([p], self.clip)
         self.optimizer.step(**({} if self.multiplier is None else {"gradient_multiplier": self.multiplier}))
         self.optimizer.zero_grad()
         self.oracle.step()
