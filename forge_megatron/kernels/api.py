@@ -21,7 +21,7 @@ from torch import Tensor
 from ..formats.weight import Fp8Weight
 from . import fused, grouped, regimes, staged
 from .backend import resolve_backend
-from .blocks import is_blocked, row_blocks, slot_of
+from .blocks import is_blocked, row_blocks, step_by_rows
 from .entrance import entrance
 from .lookups import is_lookup
 from .shard import local, local_slot
@@ -282,19 +282,12 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
         wgrad_accumulate(segments, whole, backend=backend)
         regimes.wgrad_step(slot, [], whole, multiplier, backend)
         return
-    norms = []
-    for part, factors in row_blocks(segments, rows):
-        if slot.norm_sq is not None:
-            norms.append(torch.empty_like(slot.norm_sq))
-        wgrad_step(
-            slot_of(slot, part, norms[-1] if norms else None),
-            factors,
-            accumulator=None if accumulator is None else accumulator[part],
-            multiplier=multiplier,
-            backend=backend,
-        )
-    if norms:
-        slot.norm_sq.data.copy_(torch.stack(norms).sum(dtype=torch.float64))
+
+    def step(own: Slot, part: slice, factors: list[Segment]) -> None:
+        added = None if accumulator is None else accumulator[part]
+        wgrad_step(own, factors, accumulator=added, multiplier=multiplier, backend=backend)
+
+    step_by_rows(slot, row_blocks(segments, rows), step)
 
 
 #: Layouts of operands that a slot remembers: batches may have a new number of tokens each.

@@ -6,7 +6,7 @@ The head of a language model has one: its dY is as large as the logits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -98,3 +98,21 @@ def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
     part.norm_sq = norm_sq
     part.noise = None if slot.noise is None else slot.noise.below(rows.start, part.noise)
     return part
+
+
+def step_by_rows(
+    slot: Slot, parts: Iterable[tuple[slice, list[Segment]]], step: Callable[[Slot, slice, list[Segment]], None]
+) -> None:
+    """Step some rows of a weight after others; ``slot.norm_sq`` is the sum over them.
+
+    Args:
+        parts: rows, and the segments of their part of the gradient.
+        step: steps the slot of these rows.
+    """
+    norms = []
+    for rows, segments in parts:
+        if slot.norm_sq is not None:
+            norms.append(torch.empty_like(slot.norm_sq))
+        step(slot_of(slot, rows, norms[-1] if norms else None), rows, segments)
+    if norms:
+        slot.norm_sq.data.copy_(torch.stack(norms).sum(dtype=torch.float64))

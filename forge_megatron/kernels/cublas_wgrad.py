@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.code import as_bytes
-from .blocks import of_rows, slot_of
+from .blocks import of_rows, step_by_rows
 from .norms import add_up
 from .prepared import prepare
 from .slot import Segment, Slot
@@ -112,15 +112,12 @@ def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | Non
     if rows <= 2 * at_once:
         dense_step(slot, gradient(slot.weight.shape, segments), multiplier)
         return
-    norms = []
-    for first in range(0, rows, at_once):
-        part = slice(first, min(first + at_once, rows))
-        if slot.norm_sq is not None:
-            norms.append(torch.empty_like(slot.norm_sq))
-        own = slot_of(slot, part, norms[-1] if norms else None)
-        dense_step(own, gradient(own.weight.shape, [of_rows(segment, part) for segment in segments]), multiplier)
-    if norms:
-        slot.norm_sq.data.copy_(torch.stack(norms).sum(dtype=torch.float64))
+    parts = (slice(first, min(first + at_once, rows)) for first in range(0, rows, at_once))
+    step_by_rows(
+        slot,
+        ((part, [of_rows(segment, part) for segment in segments]) for part in parts),
+        lambda own, _, factors: dense_step(own, gradient(own.weight.shape, factors), multiplier),
+    )
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor) -> None:

@@ -84,12 +84,13 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
     """Write the gradient to ``out``, which may be ``accumulator``."""
     if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
         _wgrad_only("cublas").wgrad_write(segments, out)
-    elif (backend == "hopper" or (backend == "auto" and adds_by_hopper(out, accumulator))) and _wgrad_only(
-        "hopper"
-    ).takes_write(segments, out, accumulator):
-        _wgrad_only("hopper").wgrad_write(segments, out, accumulator)
-    else:
-        _module(resolve_backend(out.device, backend), "wgrad").wgrad_write(segments, out, accumulator)
+        return
+    if backend == "hopper" or (backend == "auto" and adds_by_hopper(out, accumulator)):
+        hopper = _wgrad_only("hopper")
+        if hopper.takes_write(segments, out, accumulator):
+            hopper.wgrad_write(segments, out, accumulator)
+            return
+    _module(resolve_backend(out.device, backend), "wgrad").wgrad_write(segments, out, accumulator)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
