@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_harness import Case, Run, gap, load, poison, run, save, train_both
+from megatron_harness import Case, Run, load, poison, run, save, train_both
+from megatron_pairs import expect_bit_equal, expect_equal
 
 pytestmark = pytest.mark.timeout(900)
 
-# Gate MG's bound for fp32.
-LOSS = 2e-6
 BASE = Case(steps=4, own_batches=True)
 CASES = {
     "in backward": replace(BASE, clip=0.0),
@@ -28,37 +27,19 @@ def _all(names: list[str]) -> dict:
     return {name: train_both(CASES[name]) for name in names}
 
 
-def _expect_equal(pairs: list[dict], names: list[str]) -> None:
-    for rank in pairs:
-        for name in names:
-            theirs, ours = rank[name]
-            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
-            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
-            for weight, value in theirs["weights"].items():
-                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
-
-
-def _expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
-    """Replicas; their own losses differ, as their batches do."""
-    for name in names:
-        assert one[name][1]["losses"] != other[name][1]["losses"]
-        for weight, value in one[name][1]["weights"].items():
-            assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
-
-
 def test_trains_like_megatron():
     names = list(CASES)
     pairs = run(2, _all, names, tp=1)
-    _expect_equal(pairs, names)
-    _expect_bit_equal(*pairs, names)
+    expect_equal(pairs, names)
+    expect_bit_equal(*pairs, names)
 
 
 def test_beside_tensor_and_sequence_parallelism():
     names = ["in backward", "micro-batches, fused head, tied"]
     pairs = run(4, _sequence_parallel, names, tp=2)
-    _expect_equal(pairs, names)
+    expect_equal(pairs, names)
     for shard in (0, 1):
-        _expect_bit_equal(pairs[shard], pairs[shard + 2], names)
+        expect_bit_equal(pairs[shard], pairs[shard + 2], names)
 
 
 def _sequence_parallel(names: list[str]) -> dict:

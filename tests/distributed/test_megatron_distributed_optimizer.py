@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_harness import Case, Run, Workers, gap, layout, load, poison, run, save, train_both
+from megatron_pairs import expect_bit_equal, expect_equal
 
 pytestmark = pytest.mark.timeout(900)
 
-# Gate MG's bound for fp32.
-LOSS = 2e-6
 SHARDED = {"use_distributed_optimizer": True}
 BASE = Case(steps=4, own_batches=True, optimizer=SHARDED, ddp=SHARDED)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 256}
@@ -64,27 +63,10 @@ def _beside_stages() -> dict:
         return {name: train_both(replace(CASES[name], fused_head=False)) for name in COMPOSED}
 
 
-def _expect_equal(pairs: list[dict], names: list[str]) -> None:
-    for rank in pairs:
-        for name in names:
-            theirs, ours = rank[name]
-            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
-            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
-            for weight, value in theirs["weights"].items():
-                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
-
-
-def _expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
-    for name in names:
-        assert one[name][1]["losses"] != other[name][1]["losses"]
-        for weight, value in one[name][1]["weights"].items():
-            assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
-
-
 def test_trains_like_megatron(on_two):
     pairs = on_two["_pairs"]
-    _expect_equal(pairs, CASES)
-    _expect_bit_equal(*pairs, CASES)
+    expect_equal(pairs, CASES)
+    expect_bit_equal(*pairs, CASES)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +79,7 @@ def test_trains_like_megatron(on_two):
 )
 def test_beside_other_parallelism(on_four, name, replicas):
     pairs = on_four[name]
-    _expect_equal(pairs, COMPOSED)
+    expect_equal(pairs, COMPOSED)
     for one, other in replicas:
         for case in COMPOSED:
             for weight, value in pairs[one][case][1]["weights"].items():

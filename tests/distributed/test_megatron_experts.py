@@ -7,12 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_harness import Case, Run, gap, layout, run
+from megatron_harness import Case, Run, layout, run
+from megatron_pairs import expect_equal
 
 pytestmark = pytest.mark.timeout(900)
 
-# Gate MG's bound for fp32.
-LOSS = 2e-6
 MODEL = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -51,17 +50,6 @@ def _in_pairs(names: list[str]) -> dict:
     return {name: _both(name, CASES[name]) for name in names}
 
 
-def _expect_equal(pairs: list[dict], names: list[str]) -> None:
-    for rank in pairs:
-        for name in names:
-            theirs, ours = rank[name]
-            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
-            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
-            assert ours["weights"].keys() == theirs["weights"].keys()
-            for weight, value in theirs["weights"].items():
-                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
-
-
 def _experts(weights: dict) -> dict:
     return {name: value for name, value in weights.items() if ".local_experts." in name}
 
@@ -69,7 +57,7 @@ def _experts(weights: dict) -> dict:
 def test_trains_like_megatron():
     names = list(CASES)
     pairs = run(2, _in_pairs, names, tp=1, ep=2)
-    _expect_equal(pairs, names)
+    expect_equal(pairs, names)
     for name in names:
         (_, first), (_, second) = (rank[name] for rank in pairs)
         here, there = first["weights"], second["weights"]
@@ -113,7 +101,7 @@ def _in_layouts() -> dict:
 
 def test_every_layout_of_four_ranks_trains_like_megatron():
     pairs = run(4, _in_layouts)
-    _expect_equal(pairs, list(pairs[0]))
+    expect_equal(pairs, list(pairs[0]))
     for name in pairs[0]:
         if name.startswith("experts over"):
             for expert in (0, 1):

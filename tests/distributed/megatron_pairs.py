@@ -1,0 +1,30 @@
+"""What runs with Megatron's own optimizer and with FORGE, and replicas of a run, must have in common."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_harness import gap
+
+#: Gate MG's bound for fp32.
+LOSS = 2e-6
+
+
+def expect_equal(pairs: list[dict], names: list[str]) -> None:
+    """Losses, norms and weights of each rank's two runs, Megatron's own first."""
+    for rank in pairs:
+        for name in names:
+            theirs, ours = rank[name]
+            assert gap(theirs["losses"], ours["losses"]) <= LOSS, name
+            assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5), name
+            assert ours["weights"].keys() == theirs["weights"].keys()
+            for weight, value in theirs["weights"].items():
+                torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
+
+
+def expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
+    """Replicas; their own losses differ, as their batches do."""
+    for name in names:
+        assert one[name][1]["losses"] != other[name][1]["losses"]
+        for weight, value in one[name][1]["weights"].items():
+            assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
