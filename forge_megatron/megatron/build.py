@@ -138,7 +138,7 @@ def get_forge_optimizer(
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     if domains.dense().sharding(facts) == "states":
-        expect_steppable_by_rows(_rule(config, options), options.recipe)
+        expect_steppable_by_rows(_rule(config, options))
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:

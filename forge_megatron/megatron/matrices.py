@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from forge_megatron import rules
-from forge_megatron.formats import RECIPES, state_format, weight_store
 from forge_megatron.megatron.rule import hyperparameters
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
@@ -20,21 +19,17 @@ from forge_megatron.rules.whole import WHOLE, Whole
 _HIDDEN_ONLY = frozenset({"muon", "galore", "apollo", "apollo_mini"})
 
 
-def expect_steppable_by_rows(rule: Rule, recipe: str | None) -> None:
-    """Raises where data-parallel ranks each step some rows, and a step reads or rounds more than one coordinate.
+def expect_steppable_by_rows(rule: Rule) -> None:
+    """Raises where data-parallel ranks each step some rows, and a step reads more than one coordinate.
 
     Raises:
-        NotImplementedError: names the rule or the recipe.
+        NotImplementedError: names the rule.
     """
-    way_out = "or leave --use-distributed-optimizer out, with which a data-parallel rank has some rows of the states"
     if rule.regime != "fused":
         others = ", ".join(name for name in rules.available() if rules.get(name).regime == "fused")
-        raise NotImplementedError(f"--forge-rule {rule.name} reads whole matrices; use one of {others}, {way_out}")
-    states, store = RECIPES.get(recipe, ("fp32", "nearest"))
-    if state_format(states).is_scaled or weight_store(store).stochastic:
         raise NotImplementedError(
-            f"--forge-recipe {recipe}: blocks of states with a scale, and stochastic rounding, are not built for some "
-            f"rows of a weight; use fp32-master or bf16-state, {way_out}"
+            f"--forge-rule {rule.name} reads whole matrices; use one of {others}, or leave --use-distributed-optimizer "
+            "out, with which a data-parallel rank has some rows of the states"
         )
 
 

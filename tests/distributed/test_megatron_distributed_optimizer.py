@@ -130,17 +130,11 @@ def test_a_rank_holds_its_share_of_the_states(on_two):
 @two
 def _refused() -> dict[str, str]:
     with layout(tp=1):
-        asked = {
-            "muon": {"rule": "muon"},
-            "int8": {"recipe": "int8"},
-            "sr-store": {"recipe": "sr-store"},
-        }
         errors = {}
-        for name, options in asked.items():
-            try:
-                Run(replace(BASE, dtype=torch.bfloat16).with_forge(**options))
-            except NotImplementedError as error:
-                errors[name] = str(error)
+        try:
+            Run(replace(BASE, dtype=torch.bfloat16).with_forge(rule="muon"))
+        except NotImplementedError as error:
+            errors["muon"] = str(error)
         session = Run(BASE.with_forge())
         for name, call in (
             ("torch", session.optimizer.state_dict),
@@ -155,8 +149,8 @@ def _refused() -> dict[str, str]:
 
 def test_refused_by_name(on_two):
     for errors in on_two["_refused"]:
-        assert set(errors) == {"muon", "int8", "sr-store", "torch", "legacy"}
-        assert all(name in errors[name] for name in ("muon", "int8", "sr-store"))
+        assert set(errors) == {"muon", "torch", "legacy"}
+        assert "muon" in errors["muon"]
         assert all("distributed" in error for error in errors.values())
         assert "torch_dist" in errors["torch"]
 
