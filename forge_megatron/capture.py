@@ -7,7 +7,7 @@ bits. The host writes them before each replay, and counts the step after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,8 +91,9 @@ class Capturing(Discarding):
         ...     scheduler.step()
 
         Learning rates and other hyperparameters, bias corrections and the bits of stochastic rounding are those of each
-        step, as are dropout masks. Anything else that the function does on the host (printing, a scheduler, choosing a
-        path by a value) is done while it is captured and not again.
+        step, as are dropout masks. A step that refreshes a projection (GaLore, APOLLO) runs as it is, and the next one
+        is replayed again. Anything else that the function does on the host (printing, a scheduler, choosing a path by a
+        value) is done while it is captured and not again.
 
         Args:
             step_function: of tensors on the parameters' device, at any depth of tuples, lists and dicts, and of
@@ -105,7 +106,7 @@ class Capturing(Discarding):
         Raises:
             ValueError: parameters that are not all on one CUDA device.
             NotImplementedError: hooks on ``step()``, weights that ``fully_shard`` has sharded, or a rule that
-                decides on the host (GaLore, APOLLO; NAdam with ``skip="atomic"``).
+                decides on the host (NAdam with ``skip="atomic"``).
         """
         if self._sums is not None:
             raise NotImplementedError("capture() with process_group= is not built; run it eagerly")
@@ -116,8 +117,6 @@ class Capturing(Discarding):
         if self._shards.group_of:
             raise NotImplementedError("capture() of weights that fully_shard has sharded is not built; run it eagerly")
         for label, rule in self._parameters.rules_by_label():
-            if rule.stages is not None and rule.stages.projection is not None:
-                raise NotImplementedError(f"{label}: {rule.name} counts its projections on the host; run it eagerly")
             if rule.running and self._plan.atomic:
                 raise NotImplementedError(
                     f"{label}: {rule.name} keeps numbers on the host, which ask whether a step is skipped; capture "
@@ -186,21 +185,44 @@ class Captured:
         self._warmup = warmup
         self._calls: dict[tuple, int] = {}
         self._recordings: dict[tuple, Recording] = {}
+        # The parameters that calls of each kind step, as far as one has.
+        self._stepped: dict[tuple, Iterable[Tensor]] = {}
 
     def __call__(self, *args, **kwargs):
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = self._key(leaves, structure)
-        if key in self._recordings:
+        refreshes = self._refreshes(key)
+        if key in self._recordings and not refreshes:
             return self._replay(self._recordings[key], inputs)
         self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] > self._warmup:
+        if self._calls[key] > self._warmup and not refreshes:
             self._recordings[key] = self._record(leaves, structure)
             return self._replay(self._recordings[key], inputs, recorded=True)
         optimizer = self._optimizer
+        before = self._counts()
         with optimizer._graphs.beside(), optimizer._one_step():
             made = _outside_autograd(self._function(*args, **kwargs))
+        self._stepped[key] = self._raised(before) or self._steps_of(key)
         return _copies(made)
+
+    def _refreshes(self, key: tuple) -> bool:
+        """Whether a step of this kind now refreshes a projection, which needs decompositions that no graph can have."""
+        optimizer = self._optimizer
+        # A step that was not taken is not counted.
+        optimizer._skips.settle_counts()
+        return optimizer._parameters.refresh_projections(self._steps_of(key))
+
+    def _steps_of(self, key: tuple) -> Iterable[Tensor]:
+        return self._stepped.get(key, self._optimizer.names)
+
+    def _counts(self) -> list[tuple[Tensor, Tensor]]:
+        return [(counter, counter.clone()) for counter in self._optimizer._parameters.counters()]
+
+    def _raised(self, before: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The parameters that were stepped since their counts were as ``before``."""
+        counted = {counter for counter, value in before if not torch.equal(counter, value)}
+        return [p for p, state in self._optimizer.state.items() if state["step"] in counted]
 
     def _key(self, leaves: list, structure) -> tuple:
         """What a recording is made for: shapes, constants, and what is trained."""
@@ -232,7 +254,7 @@ class Captured:
         args, kwargs = tree_unflatten(held, structure)
         optimizer._before_replay()
         optimizer._skips.settle(wait=True)
-        before = [(counter, counter.clone()) for counter in optimizer._parameters.counters()]
+        before = self._counts()
         optimizer._skips.held = True
         try:
             with optimizer._one_step():
@@ -251,8 +273,7 @@ class Captured:
             ) from error
         finally:
             optimizer._skips.held = False
-        counted = {counter for counter, value in before if not torch.equal(counter, value)}
-        stepped = [p for p, state in optimizer.state.items() if state["step"] in counted]
+        stepped = self._raised(before)
         inputs = [leaf for leaf in held if _is(leaf)]
         return Recording(inputs, made, replay, stepped, optimizer._grad_norm, optimizer._measured)
 

@@ -171,6 +171,11 @@ class Parameters:
         """What the host counts of every parameter: its updates, and the running numbers of its rule."""
         return [self._state[p][name] for p in self.slots for name in ("step", *self._rule(p).running)]
 
+    def refresh_projections(self, params: Iterable[Tensor]) -> bool:
+        """Whether the next update of one of ``params`` refreshes a projection."""
+        slots = (self.slots[p] for p in params if p.dim() == 2 and self._rule(p).regime == "projected")
+        return any(slot.rule.stages.projection.is_due(int(slot.step)) for slot in slots)
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Inside, neither a forward nor a backward reaches any of the parameters."""

@@ -115,12 +115,9 @@ class Pending:
 def skips_on_device(slots: Iterable[kernels.Slot]) -> bool:
     """A multiplier of NaN leaves every bit of a weight and its states as it is.
 
-    Where a rule keeps numbers on the host (running products, a count of projections) the host waits for the flag.
+    Where a rule keeps numbers on the host (running products) the host waits for the flag.
     """
-    return not any(
-        slot.rule.running or (slot.rule.stages is not None and slot.rule.stages.projection is not None)
-        for slot in slots
-    )
+    return not any(slot.rule.running for slot in slots)
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

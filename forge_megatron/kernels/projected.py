@@ -9,6 +9,7 @@ projection and N: each rank projects back what its shard needs of them.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..rules.projection import Projection, adam
+from ..rules.projection import ADAM, Projection
 from ..rules.whole import Whole
 from . import fused
 from .backend import WGRAD_ONLY
+from .bf16_parts import in_bf16
 from .lookups import Lookups, is_lookup
 from .slot import Segment, Slot
 
@@ -68,39 +70,38 @@ class Gradient:
     def right(self, basis: Tensor) -> Tensor:
         """``G @ basis``, fp32, for ``[I, k]``."""
         basis = self.whole.cut(basis, 0, of=1)
-        product = basis.new_zeros(self.part[0], basis.shape[1])
-        if self.accumulator is not None:
-            product.addmm_(self.accumulator.float(), basis)
+        product = None if self.accumulator is None else self.accumulator.float() @ basis
         for dy, x in self.segments:
-            _add(product, dy, x.float() @ basis)
+            product = _added(product, dy, x.float() @ basis, self.part[0])
+        product = basis.new_zeros(self.part[0], basis.shape[1]) if product is None else product
         return self.whole.sums((product, (1,)))[0]
 
     def left(self, basis: Tensor) -> Tensor:
         """``basis @ G``, fp32, for ``[k, O]``."""
         basis = self.whole.cut(basis, 1, of=0)
-        product = basis.new_zeros(basis.shape[0], self.part[1])
-        if self.accumulator is not None:
-            product.addmm_(basis, self.accumulator.float())
+        product = None if self.accumulator is None else basis @ self.accumulator.float()
         for dy, x in self.segments:
-            product.addmm_(basis[:, dy] if is_lookup((dy, x)) else basis @ dy.float().t(), x.float())
+            of_tokens = basis[:, dy] if is_lookup((dy, x)) else basis @ dy.float().t()
+            product = of_tokens @ x.float() if product is None else product.addmm_(of_tokens, x.float())
+        product = basis.new_zeros(basis.shape[0], self.part[1]) if product is None else product
         return self.whole.sums((product, (0,)))[0]
 
     def dense(self, like: Tensor) -> Tensor:
         """G itself, fp32, on the device of ``like``."""
-        total = like.new_zeros(self.part)
-        if self.accumulator is not None:
-            total += self.accumulator
+        total = None if self.accumulator is None else self.accumulator.to(torch.float32, copy=True)
         for dy, x in self.segments:
-            _add(total, dy, x.float())
-        return self.whole.gathered(total)
+            total = _added(total, dy, x.float(), self.part[0])
+        return self.whole.gathered(like.new_zeros(self.part) if total is None else total)
 
 
-def _add(product: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add ``dY^T X`` of one segment to ``product``, without atomics."""
+def _added(product: Tensor | None, dy: Tensor, x: Tensor, rows: int) -> Tensor:
+    """``dY^T X`` of one segment, ``[rows, columns of x]``, added to ``product``, without atomics."""
     if is_lookup((dy, x)):
+        product = x.new_zeros(rows, x.shape[1]) if product is None else product
         Lookups.of([(dy, x)]).add_to(product, 0)
-    else:
-        product.addmm_(dy.float().t(), x)
+        return product
+    dy = dy.float().t()
+    return dy @ x if product is None else product.addmm_(dy, x)
 
 
 def step(slot: Slot, grad: Tensor, multiplier: Tensor | None, backend: str) -> None:
@@ -112,61 +113,101 @@ def step(slot: Slot, grad: Tensor, multiplier: Tensor | None, backend: str) -> N
 def wgrad_step(
     slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
 ) -> None:
-    """Step one matrix from its gradient's factors."""
-    # Low-rank factors are fp32, which the kernels of one GPU do not take.
+    """Step one matrix from its gradient's factors.
+
+    But for a refresh of the projection it launches the same kernels each time and reads nothing on the host.
+    """
+    # Low-rank factors and channels are taken by the portable kernels alone.
     backend = "auto" if backend in WGRAD_ONLY else backend
     options: Projection = slot.rule.stages.projection
     gradient = Gradient.of(slot, segments, accumulator)
-    right = options.is_right(gradient.shape)
-    if slot.norm_sq is not None:
-        fused.wgrad_norm_sq(gradient.segments, slot.norm_sq, gradient.accumulator, gradient.part, backend)
-    basis, taken = slot.statistics[2], int(slot.step)
-    is_refresh = taken % options.gap == 0
-    chosen = _basis(options.basis, gradient, basis, right, seed=f"{slot.name}:{taken}") if is_refresh else basis
-    low = gradient.right(chosen.t()) if right else gradient.left(chosen.t())
-    if is_refresh:
-        # Without a gradient that is finite the old projection stays; at first there is none, and any is better.
-        basis.copy_(torch.where(torch.isfinite(low).all(), chosen, basis) if taken else chosen)
-    if multiplier is not None:
-        low = low * multiplier
-    direction = adam(low, slot.statistics[:2], slot.scalars.unbind())
+    low = _projected(slot, gradient, multiplier)
+    along = 0 if options.is_right(gradient.shape) else 1
+    dim = 1 - along if options.scaling == "channel" else (0, 1)
+    lengths = torch.linalg.vector_norm(low, dim=dim, keepdim=True)
+    # 1, or NaN where a square of anything is not finite: then nothing of the weight and its states is stepped.
+    factor = lengths.square().sum() * 0.0 + 1.0
+    direction = torch.empty_like(low)
+    moments = Slot(ADAM, direction, slot.statistics[:2], slot.scalars[: ADAM.n_scalars], name=slot.name)
+    fused.step([moments], [low], factor, backend)
     if options.scaling is None:
-        direction = direction * options.scale
-        rows, columns = (direction, basis) if right else (basis, direction)
-        factors = slot.whole.cut(rows, 0, of=0).t(), slot.whole.cut(columns, 1, of=1)
-        fused.wgrad_step(_applied(slot), [factors], None, None, backend)
-    else:
-        channels, multiplier = _scaled(slot, gradient, low, direction, multiplier, backend)
-        fused.wgrad_step(_applied(slot), gradient.segments, gradient.accumulator, multiplier, backend, channels)
-
-
-def _applied(slot: Slot) -> Slot:
-    stage = slot.rule.stages.apply
-    scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
-    return replace(slot, rule=stage, states=(), statistics=(), scalars=scalars, norm_sq=None, update_norm_sq=None)
-
-
-def _scaled(slot: Slot, gradient: Gradient, low: Tensor, direction: Tensor, multiplier, backend: str):
-    """What APOLLO's update is of G: factors of its channels, or None, and a multiplier; keeps its norm."""
-    options: Projection = slot.rule.stages.projection
-    before, along = slot.statistics[3], 0 if options.is_right(gradient.shape) else 1
-    dim = (0, 1) if options.scaling == "tensor" else 1 - along
-    sizes = (torch.linalg.vector_norm(each, dim=dim, keepdim=True) for each in (direction, low))
-    channels = next(sizes) / (next(sizes) + 1e-8)
-    factor = torch.ones_like(before) if multiplier is None else multiplier
+        if slot.norm_sq is not None:
+            fused.wgrad_norm_sq(gradient.segments, slot.norm_sq, gradient.accumulator, gradient.part, backend)
+        back = _back(slot, direction, along)
+        fused.wgrad_step(_applied(slot, measures=False), [back], None, factor * options.scale, backend)
+        return
+    channels = torch.linalg.vector_norm(direction, dim=dim, keepdim=True) / (lengths + 1e-8)
+    factor = factor if multiplier is None else factor * multiplier
     if options.scaling == "tensor":
         channels, factor = None, factor * channels.squeeze()
     else:
         channels = slot.whole.cut(channels, along, of=along)
-    size = torch.empty_like(before)
-    fused.wgrad_norm_sq(gradient.segments, size, gradient.accumulator, gradient.part, backend, channels)
-    (size,) = slot.whole.sums((size, (0, 1)))
-    size = size.sqrt_() * factor.abs()
+    factor = _limited(slot, gradient, channels, factor, backend) * options.scale
+    applied = _applied(slot, measures=channels is not None)
+    fused.wgrad_step(applied, gradient.segments, gradient.accumulator, factor, backend, channels)
+
+
+def _projected(slot: Slot, gradient: Gradient, multiplier: Tensor | None) -> Tensor:
+    """``R``, fp32, and the projection refreshed first where that is due."""
+    options: Projection = slot.rule.stages.projection
+    right = options.is_right(gradient.shape)
+    basis, taken = slot.statistics[2], int(slot.step)
+    due = options.is_due(taken)
+    chosen = _basis(options.basis, gradient, basis, right, seed=f"{slot.name}:{taken}") if due else basis
+    low = gradient.right(chosen.t()) if right else gradient.left(chosen.t())
+    if multiplier is not None:
+        low = low * multiplier
+    if due:
+        # Without a finite gradient the old projection stays. At first there is none, and any is better, unless the step
+        # is not to be taken.
+        witness = low if taken else chosen if multiplier is None else multiplier
+        basis.copy_(torch.where(torch.isfinite(witness).all(), chosen, basis))
+    return low
+
+
+def _back(slot: Slot, direction: Tensor, along: int) -> Segment:
+    """The factors whose product is N projected back, of this rank's part."""
+    basis = slot.statistics[2]
+    rows, columns = (basis, direction) if along else (direction, basis)
+    rows, columns = slot.whole.cut(rows, 0, of=0).t(), slot.whole.cut(columns, 1, of=1)
+    return in_bf16(rows, columns) if multiplies_in_bf16(rows.device) else (rows, columns)
+
+
+def multiplies_in_bf16(device: torch.device) -> bool:
+    """Whether six products of bf16 are faster than one of fp32."""
+    return device.type == "cuda"
+
+
+def _applied(slot: Slot, *, measures: bool) -> Slot:
+    """What takes the direction in the gradient's place; kept by ``slot``, for its launches remember much.
+
+    Args:
+        measures: the launch forms G itself, and its norm with it.
+    """
+    known = slot.memo.get("applied")
+    stage = slot.rule.stages.apply
+    if known is None:
+        scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
+        known = replace(slot, rule=stage, states=(), statistics=(), scalars=scalars, update_norm_sq=None)
+        slot.memo["applied"] = known
+    known.rule, known.norm_sq = stage, slot.norm_sq if measures else None
+    return known
+
+
+def _limited(slot: Slot, gradient: Gradient, channels: Tensor | None, factor: Tensor, backend: str) -> Tensor:
+    """``factor``, or less: APOLLO's update is G times ``channels`` and it, and may grow so much. Keeps its norm."""
+    before = slot.statistics[3]
+    # Without channels it is the norm of G that everybody asks for.
+    shared = channels is None and slot.norm_sq is not None
+    norm_sq = slot.norm_sq if shared else torch.empty_like(before)
+    fused.wgrad_norm_sq(gradient.segments, norm_sq, gradient.accumulator, gradient.part, backend, channels)
+    (size,) = slot.whole.sums((norm_sq, (0, 1)))
+    size = size.sqrt() * factor.abs()
     if int(slot.step) > 0:
         limiter = torch.clamp(size / (before + 1e-8), min=GROWTH) / GROWTH
         factor, size = factor / limiter, size / limiter
-    before.copy_(torch.where(torch.isfinite(size), size, before))
-    return channels, factor * options.scale
+    before.copy_(torch.where(size < math.inf, size, before))
+    return factor
 
 
 def _basis(kind: str, gradient: Gradient, template: Tensor, right: bool, seed: str) -> Tensor:
@@ -184,8 +225,10 @@ def _basis(kind: str, gradient: Gradient, template: Tensor, right: bool, seed: s
         space = _orthonormal(gradient.right(draw))
         for _ in range(POWER_ITERATIONS):
             space = _orthonormal(gradient.right(_orthonormal(gradient.left(space.t()).t())))
-        vectors, _, covectors = torch.linalg.svd(_finite(gradient.left(space.t())), full_matrices=False)
-        vectors = space @ vectors
+        # The decomposition of a square matrix: its long side is left to a product.
+        long, square = torch.linalg.qr(_finite(gradient.left(space.t())).t())
+        vectors, _, covectors = torch.linalg.svd(square.t(), full_matrices=False)
+        vectors, covectors = space @ vectors, covectors @ long.t()
     return covectors[:rank] if right else vectors[:, :rank]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from .bind import bind, torch_language
+from .bind import torch_language as tl
 from .rule import Rule
 from .stages import STORE_GRADIENT, Stage, Stages, settle, sign_of
 
@@ -37,6 +38,10 @@ class Projection:
     scale: float
     scaling: str | None = None
 
+    def is_due(self, taken: int) -> bool:
+        """Whether the update after ``taken`` others refreshes the projection."""
+        return taken % self.gap == 0
+
     def is_right(self, shape: torch.Size) -> bool:
         return shape[0] >= shape[1]
 
@@ -57,13 +62,17 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     return (*own, step_size, 1.0 - lr * float(group["weight_decay"]))
 
 
-def adam(r: Tensor, moments: tuple[Tensor, Tensor], h: tuple[Tensor, ...]) -> Tensor:
-    """Updates ``moments`` in place and returns ``m / (sqrt(v) + eps)``; NaN everywhere if ``r`` is not finite."""
-    weight1, beta2, weight2, eps, sign = h[:5]
-    exp_avg = torch.lerp(moments[0], r * sign, weight1)
-    exp_avg_sq = torch.addcmul(moments[1] * beta2, r * weight2, r)
-    poison = settle(moments, (exp_avg, exp_avg_sq), exp_avg_sq.sum())
-    return exp_avg.div_(exp_avg_sq.sqrt_().add_(eps)).mul_(poison)
+def direction(r, n, states, h):
+    """Adam's direction ``m / (sqrt(v) + eps)``, whatever ``n`` was."""
+    weight1, beta2, weight2, eps, sign = h
+    r = r * sign
+    exp_avg = tl.fma(r - states[0], weight1, states[0])
+    exp_avg_sq = tl.fma(r * weight2, r, states[1] * beta2)
+    return exp_avg / (tl.sqrt(exp_avg_sq) + eps), (exp_avg, exp_avg_sq)
+
+
+#: Adam on the projected gradient, with the direction in the weight's place.
+ADAM = Stage("low-rank adam", STATISTICS[:2], 5, direction, STATISTICS[1:2])
 
 
 def step_then_decay(u, w, states, h):
@@ -73,7 +82,8 @@ def step_then_decay(u, w, states, h):
 
 def direct(u, w, states, statistics, h, whole):
     (r,) = whole.sums((u, ()))
-    return whole.part(adam(r, statistics, h))
+    n, moments = bind(direction, torch_language)(r, None, statistics, h[: ADAM.n_scalars])
+    return whole.part(n.mul_(settle(statistics, moments, moments[1].sum())))
 
 
 def stages(projection: Projection) -> Stages:

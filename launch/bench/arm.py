@@ -40,6 +40,7 @@ class Arm:
             model is wrapped. An optimizer with a ``backward(loss)`` is asked for it.
         judge: the arm whose update it must make; None: it is the judge of others.
         bound: of the distance from the judge; None: reported, not bounded.
+        approximate: its projections of the gradient are others than the judge's; said wherever it is reported.
         stepwise: the parity check begins every step at the judge's weights, and only states run on. For rules whose
             step jumps where a gradient changes its sign: a last bit is a whole step there, and from that step on
             no gradient of the two is the same.
@@ -57,6 +58,7 @@ class Arm:
     attach: Callable
     judge: str | None = "adamw-foreach"
     bound: float | None = PARITY_BOUND
+    approximate: bool = False
     stepwise: bool = False
     against: str | None = None
     package: str | None = None

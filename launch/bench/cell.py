@@ -156,7 +156,7 @@ def answer_to(message: dict, device: str) -> dict:
     """What an order asks for, or the reason why there is no number."""
     bench, cell = Bench(**message["bench"]), Cell(**message["cell"])
     arm = arms.get(cell.arm)
-    answer = {"cell": message["cell"], "against": arm.against or bench.baseline}
+    answer = {"cell": message["cell"], "against": arm.against or bench.baseline, "approximate": arm.approximate}
     before = provenance.gpus()
     try:
         # A judge is not run twice in a results file.

@@ -21,6 +21,8 @@ def line(answer: dict) -> str:
     phases = ", ".join(f"{phase} {ms:.1f}" for phase, ms in answer["ms"].items())
     distance = answer["parity"]["distance"]
     parity = "the judge" if distance is None else f"parity {distance:.1e}"
+    if answer.get("approximate"):
+        parity += ", approximate"
     return f"{key}: {phases} ms, peak {answer['peak_bytes'] / GIB:.2f} GiB, {parity}"
 
 
@@ -47,6 +49,7 @@ def _merge(answers: list[dict]) -> dict:
         "spread_ms": statistics.stdev(steps) if len(steps) > 1 else None,
         "peak_bytes": max(answer["peak_bytes"] for answer in good),
         "against": good[0]["against"],
+        "approximate": good[0].get("approximate", False),
         "phases": good[0]["ms"],
         "pools": good[0].get("pools"),
         "owned_weight_bytes": good[0].get("owned_weight_bytes"),
@@ -89,7 +92,7 @@ def table(log: dict) -> Table:
             held = end_of_backward(cell)
             drawn.add_row(
                 first,
-                arm,
+                f"{arm} (approximate)" if cell["approximate"] else arm,
                 f"{cell['ms']:.1f}{spread}",
                 ratios[0],
                 f"{cell['peak_bytes'] / GIB:.2f}",

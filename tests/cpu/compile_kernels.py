@@ -154,6 +154,7 @@ def main() -> None:
         triton_wgrad,
     )
     from forge_megatron.rules import get
+    from forge_megatron.rules.projection import ADAM
 
     rule = get("adamw")
 
@@ -213,10 +214,15 @@ def main() -> None:
     for channels in (torch.zeros(2048, 1), torch.zeros(1, 2048)):
         label = f"channels {list(channels.shape)}"
         apply = get("apollo").variant(get("apollo").resolve({"lr": 1.0})).stages.apply
-        half = Slot(apply, torch.zeros(2048, 2048, dtype=BF16), (), torch.zeros(apply.n_scalars))
+        half = Slot(
+            apply, torch.zeros(2048, 2048, dtype=BF16), (), torch.zeros(apply.n_scalars), norm_sq=torch.zeros(())
+        )
         segments = [(torch.zeros(512, 2048, dtype=BF16),) * 2]
         triton_wgrad.wgrad_step(half, segments, None, torch.zeros(()), channels)
         triton_wgrad.wgrad_norm_sq(segments, torch.zeros(()), None, half.weight.shape, None, channels)
+    label = "low-rank adam"
+    low = torch.zeros(2048, 256)
+    triton_step.step([Slot(ADAM, low, (low, low), torch.zeros(ADAM.n_scalars))], [low], torch.zeros(()))
     label = "norms"
     segments = [[(torch.zeros(512, 2048, dtype=BF16),) * 2]] * 2
     triton_norms.wgrad_norms_sq(segments, [torch.zeros(()), torch.zeros(())], [(2048, 2048)] * 2)

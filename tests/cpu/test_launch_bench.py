@@ -57,7 +57,24 @@ def test_every_rule_has_a_case_and_its_reference_is_its_judge():
     for name in rules.available():
         arm = arms.get(f"forge-{name}")
         assert arm.judge == arm.against == f"{name}-reference"
-        assert arm.captured != (rules.get(name).regime == "projected")
+        assert arm.captured
+        assert arm.approximate == (rules.get(name).regime == "projected")
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_galores_reference_begins_between_two_refreshes_where_an_svd_takes_hours(monkeypatch, shape):
+    monkeypatch.setattr(rule_arms, "MOST_FOR_SVD", 0)
+    monkeypatch.setitem(rule_arms.GALORE, "rank", 3)
+    p = torch.nn.Parameter(torch.randn(shape))
+    optimizer = rule_arms._galore([p], lr=0.1)
+    p.grad = torch.randn(shape)
+    before, projector = p.detach().clone(), optimizer.state[p]["projector"]
+    basis = projector.ortho_matrix.clone()
+    optimizer.step()
+    # Its own arithmetic, on the projection that it was given.
+    assert torch.equal(projector.ortho_matrix, basis)
+    assert torch.linalg.matrix_rank(p.detach() - before) == 3
+    assert optimizer.state[p]["exp_avg"].shape == ((40, 3) if shape[0] > shape[1] else (3, 40))
 
 
 @pytest.mark.parametrize("name", ["lamb", "adafactor", "adalomo", "adam_mini", "lars", "sm3", "nadam", "lion"])
@@ -257,6 +274,15 @@ def test_an_arm_is_compared_with_its_own_reference_and_bucket():
     )
     # Without a bucket of its own: the fastest.
     assert list(report.table(made).columns[3].cells) == ["1.000", "1.000", "0.600", "0.750"]
+
+
+def test_what_is_approximate_is_said_to_be():
+    made = answer("forge-galore", 1.0, 8, approximate=True)
+    assert list(report.table(log(made, answer("forge", 1.0, 8))).columns[1].cells) == [
+        "forge-galore (approximate)",
+        "forge",
+    ]
+    assert report.line(made).endswith("parity 1.0e-06, approximate")
 
 
 def test_a_peak_is_stacked_of_its_pools():
