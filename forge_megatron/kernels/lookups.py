@@ -66,9 +66,16 @@ class Lookups:
     def add_to(self, grad: Tensor, first: int) -> None:
         """Add the sums of the rows from ``first`` on to ``grad``, fp32 ``[rows, I]``, in the order of the tokens."""
         begin, end = torch.searchsorted(self.ids, self.ids.new_tensor([first, first + grad.shape[0]])).tolist()
-        rows, values = self.ids[begin:end] - first, self.values[self.order[begin:end]].float()
-        if grad.device.type == "cpu":
-            grad.index_add_(0, rows, values)
-        else:
-            # On a GPU index_add_ is atomic, and this sorts.
-            grad.index_put_((rows,), values, accumulate=True)
+        _add(grad, self.ids[begin:end] - first, self.values[self.order[begin:end]])
+
+    def add_all_to(self, grad: Tensor) -> None:
+        """:meth:`add_to` all rows, where no id is outside; the host reads nothing."""
+        _add(grad, self.ids, self.values[self.order])
+
+
+def _add(grad: Tensor, rows: Tensor, values: Tensor) -> None:
+    if grad.device.type == "cpu":
+        grad.index_add_(0, rows, values.float())
+    else:
+        # On a GPU index_add_ is atomic, and this sorts.
+        grad.index_put_((rows,), values.float(), accumulate=True)

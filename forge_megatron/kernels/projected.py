@@ -98,7 +98,7 @@ def _added(product: Tensor | None, dy: Tensor, x: Tensor, rows: int) -> Tensor:
     """``dY^T X`` of one segment, ``[rows, columns of x]``, added to ``product``, without atomics."""
     if is_lookup((dy, x)):
         product = x.new_zeros(rows, x.shape[1]) if product is None else product
-        Lookups.of([(dy, x)]).add_to(product, 0)
+        Lookups.of([(dy, x)]).add_all_to(product)
         return product
     dy = dy.float().t()
     return dy @ x if product is None else product.addmm_(dy, x)

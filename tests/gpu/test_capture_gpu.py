@@ -72,6 +72,10 @@ def train(model, options, *, captured):
         (torch.bfloat16, {"recipe": "fp32-master", "clip_grad_norm": 0.1}),
         (torch.bfloat16, {"skip": "atomic"}),
         (torch.bfloat16, {"backend": "triton"}),
+        # Steps 1, 5 and 9 refresh projections, and run as they are.
+        (torch.bfloat16, {"rule": "galore", "rank": 8, "update_proj_gap": 4}),
+        (torch.bfloat16, {"rule": "apollo", "rank": 8, "update_proj_gap": 4, "clip_grad_norm": 0.1}),
+        (torch.bfloat16, {"rule": "apollo_mini", "update_proj_gap": 4, "skip": "atomic"}),
     ],
     ids=str,
 )
