@@ -67,7 +67,7 @@ def attach(
     if store_as_codes(model, optimizer, options):
         optimizer.register()
     try:
-        own_weights(model, optimizer, summed=options.get("process_group") is not None)
+        own_weights(model, optimizer)
     except Exception:
         optimizer.detach()
         raise
@@ -85,13 +85,10 @@ def _hide_from_ddp(model: nn.Module, optimizer: ForgeOptimizer) -> None:
     model._ddp_params_and_buffers_to_ignore = [*known, *owned]
 
 
-def own_weights(model: nn.Module, optimizer: ForgeOptimizer, *, summed: bool) -> None:
+def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
     """Gives ``optimizer`` every weight of a linear or embedding that it can step, and the reason for the others.
 
     An embedding that cannot be owned leaves its weight to a head that shares it, which then waits for both.
-
-    Args:
-        summed: gradients are sums over several ranks.
     """
     weights: dict[Tensor, list[tuple[nn.Module, type[Attached]]]] = {}
     read: dict[Tensor, str] = {}
@@ -104,7 +101,7 @@ def own_weights(model: nn.Module, optimizer: ForgeOptimizer, *, summed: bool) ->
         elif isinstance(module, nn.Linear):
             reason, forge, others = reason_not_fused(module), ForgeLinear, optimizer.reasons
         elif isinstance(module, GroupedLinear):
-            reason, forge = reason_experts_not_fused(module, summed=summed), ForgeGroupedLinear
+            reason, forge = reason_experts_not_fused(module), ForgeGroupedLinear
             others = optimizer.reasons
         else:
             continue

@@ -31,6 +31,7 @@ class Model:
     num_experts: int | None = None  # of each layer, Megatron's num_moe_experts; None: one dense MLP
     expert_topk: int = 2  # experts that a token goes to, Megatron's moe_router_topk
     expert_ffn_hidden_size: int | None = None  # Megatron's moe_ffn_hidden_size; None: ffn_hidden_size
+    expert_grouped: bool = False  # the experts of a linear in one tensor, Megatron's moe_grouped_gemm
     expert_aux_loss: float = 0.0  # weight of the load-balancing loss, Megatron's moe_aux_loss_coeff
     num_attention_heads: int = MISSING
     num_query_groups: int | None = None  # None: multi-head attention

@@ -57,6 +57,8 @@ def check_experts(recipe: Recipe) -> None:
     if model.num_experts is None:
         if parallel.expert > 1:
             raise RecipeError("parallel.expert", f"{parallel.expert} and no experts: set model.num_experts, or it to 1")
+        if model.expert_grouped:
+            raise RecipeError("model.expert_grouped", "true and no experts: set model.num_experts, or it to false")
         return
     divides(recipe, "model.num_experts", parallel.expert, "parallel.expert")
     if model.expert_topk > model.num_experts:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
 
-from forge_megatron.megatron.spec import rewrite
+from forge_megatron.megatron.experts import GroupedExperts, draw_shard, grouped
+from forge_megatron.megatron.rewriting import rewrite
 from launch.config import Recipe
 
 
@@ -26,31 +26,37 @@ class NumberedExperts(SequentialMLP):
                 for number, expert in enumerate(self.local_experts, first):
                     torch.manual_seed(seed + number)
                     halves = 2 if config.gated_linear_unit else 1
-                    self._initialize(expert.linear_fc1.weight, config.init_method, halves)
-                    self._initialize(expert.linear_fc2.weight, config.output_layer_init_method, 1)
-
-    @torch.no_grad()
-    def _initialize(self, weight: Tensor, method, parts: int) -> None:
-        """Draws the whole weight; this rank has its shard of each of ``parts``, gate and up or one."""
-        dim, shards = weight.partition_dim, self.tp_group.size()
-        shape = list(weight.shape)
-        shape[dim] *= shards
-        whole = torch.empty(shape)
-        method(whole)
-        weight.copy_(
-            torch.cat([part.chunk(shards, dim)[self.tp_group.rank()] for part in whole.chunk(parts, dim)], dim)
-        )
+                    fc1, fc2 = expert.linear_fc1.weight, expert.linear_fc2.weight
+                    draw_shard(fc1, config.init_method, 0, halves, self.tp_group)
+                    draw_shard(fc2, config.output_layer_init_method, 1, 1, self.tp_group)
 
 
-def numbered(spec: Any) -> Any:
-    """A layer's spec with :class:`NumberedExperts`.
+class NumberedGroupedExperts(GroupedExperts):
+    """The same in one tensor, with the same initial weights."""
+
+    def initialize(self) -> None:
+        if not self.config.use_cpu_initialization:
+            super().initialize()
+            return
+        seed = int(torch.randint(2**62, ()))
+        with torch.random.fork_rng(devices=[]):
+            first = self.ep_group.rank() * self.num_local_experts
+            for index in range(self.num_local_experts):
+                torch.manual_seed(seed + first + index)
+                for linear, method, parts in self.methods():
+                    matrix = linear.weight.detach()[index]
+                    draw_shard(matrix, method, linear.weight.partition_dim - 1, parts, self.tp_group)
+
+
+def numbered(spec: Any, *, in_one_tensor: bool = False) -> Any:
+    """A layer's spec with :class:`NumberedExperts`, or :class:`NumberedGroupedExperts`.
 
     Where Transformer Engine is not installed, 0.16's router asks for a name that only it gives: it then multiplies by
     torch.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         moe_utils.te_general_gemm = None
-    return rewrite(spec, {SequentialMLP: NumberedExperts})
+    return grouped(spec, NumberedGroupedExperts) if in_one_tensor else rewrite(spec, {SequentialMLP: NumberedExperts})
 
 
 def fields(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
@@ -68,5 +74,6 @@ def fields(recipe: Recipe, on_cpu: bool) -> dict[str, Any]:
         "moe_ffn_hidden_size": model.expert_ffn_hidden_size or model.ffn_hidden_size,
         "moe_aux_loss_coeff": model.expert_aux_loss,
         "moe_token_dispatcher_type": dispatcher,
+        "moe_grouped_gemm": model.expert_grouped,
         "expert_model_parallel_size": parallel.expert,
     }

@@ -122,7 +122,9 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
         attention.q_layernorm = attention.k_layernorm = norm
     else:
         attention.q_layernorm = attention.k_layernorm = IdentityOp
-    return spec if config.num_moe_experts is None else experts.numbered(spec)
+    if config.num_moe_experts is None:
+        return spec
+    return experts.numbered(spec, in_one_tensor=config.moe_grouped_gemm)
 
 
 def block_spec(
@@ -132,7 +134,9 @@ def block_spec(
         if recipe.optimizer.use_forge:
             return get_gpt_layer_forge_spec(config, use_transformer_engine=True)
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
     return TransformerBlockSubmodules(
         layer_specs=[local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage),

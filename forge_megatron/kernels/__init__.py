@@ -5,7 +5,7 @@ from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
 from .choice import choose
 from .entrance import without_autocast
-from .grouped import GroupedRows
+from .grouped_rows import GroupedRows
 from .lookups import is_lookup
 from .norms import LateNorms, settle
 from .shard import is_sharded, local, origin_of, shard_like

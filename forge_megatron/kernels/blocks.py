@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .grouped_rows import GroupedRows
 from .lookups import Ascending, is_lookup
 from .slot import Segment, Slot
 
@@ -66,6 +67,8 @@ def row_blocks(segments: Sequence[Segment], rows: int) -> Iterator[tuple[slice, 
 def of_rows(segment: Segment, rows: slice) -> tuple[Tensor, Tensor]:
     """The segment of some rows of the weight: ids of others are no row then."""
     first, second = segment
+    if isinstance(first, GroupedRows):
+        return first.of_experts(rows), second
     if isinstance(first, FormedRows):
         return first.columns(rows), second
     if isinstance(segment, Ascending):

@@ -1,6 +1,6 @@
 """Experts in one tensor ``[E, O, I]``: the gradient of each is ``dY^T X`` over its own tokens.
 
-The tokens lie in the order of their experts. Where each expert's end stays on the device, so that one launch
+The tokens lie in the order of their experts. Where each expert's are stays on the device, so that one launch
 steps them all without asking how many tokens came: an expert without any is stepped with ``G = 0``.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +15,9 @@ from torch import Tensor
 from . import reference, regimes
 from .backend import resolve_backend
 from .blocks import at
+from .grouped_rows import GroupedRows
 from .merge import MAX_SEGMENTS
 from .slot import Segment, Slot, check_accumulator, check_segments
-
-
-@dataclass(frozen=True)
-class GroupedRows:
-    """The dY of a segment of a grouped weight.
-
-    Attributes:
-        rows: dY ``[T, O]``, the tokens in the order of their experts.
-        ends: int32 ``[E]``, non-decreasing: where the tokens of each expert end; the last is T.
-    """
-
-    rows: Tensor
-    ends: Tensor
 
 
 def is_grouped(shape: Sequence[int]) -> bool:
@@ -43,14 +30,14 @@ def check_grouped(name: str, segments: Sequence[Segment], shape: torch.Size, dev
     for dy, _ in segments:
         if not isinstance(dy, GroupedRows):
             raise ValueError(f"{name}: shape {list(shape)} holds experts; give dY as GroupedRows")
-        ends = dy.ends
-        if ends.dtype is not torch.int32 or ends.shape != shape[:1] or ends.device != device:
+        bounds = dy.bounds
+        if bounds.dtype is not torch.int32 or bounds.shape != (shape[0] + 1,) or bounds.device != device:
             raise ValueError(
-                f"{name}: the ends of the experts' tokens are {list(ends.shape)} {ends.dtype} on {ends.device}; give "
-                f"int32 [{shape[0]}] on {device}"
+                f"{name}: the bounds of the experts' tokens are {list(bounds.shape)} {bounds.dtype} on "
+                f"{bounds.device}; give int32 [{shape[0] + 1}] on {device}"
             )
-        if not ends.is_contiguous():
-            raise ValueError(f"{name}: the ends of the experts' tokens are strided; call contiguous()")
+        if not bounds.is_contiguous():
+            raise ValueError(f"{name}: the bounds of the experts' tokens are strided; call contiguous()")
     check_segments(name, [(dy.rows, x) for dy, x in segments], shape[1:], device)
 
 
@@ -123,18 +110,21 @@ def first_of(slot: Slot) -> Slot:
 
 
 def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Tensor, ...]]:
-    """Return the segments as plain tensors, and the ends of each; more than a launch takes become one.
+    """Return the segments as plain tensors, and the bounds of each; more than a launch takes become one.
 
     Their tokens are brought into the order of the experts on the device.
     """
     segments = [(dy, x) for dy, x in segments if x.shape[0]]
     if len(segments) > MAX_SEGMENTS:
-        experts = [torch.searchsorted(dy.ends, torch.arange(len(x), device=x.device), right=True) for dy, x in segments]
+        # Tokens of none come before the first expert's or after the last's.
+        experts = [
+            torch.searchsorted(dy.bounds, torch.arange(len(x), device=x.device), right=True) for dy, x in segments
+        ]
         order = torch.argsort(torch.cat(experts), stable=True)
-        ends = torch.stack([dy.ends for dy, _ in segments]).sum(0, dtype=torch.int32)
+        bounds = torch.stack([dy.bounds for dy, _ in segments]).sum(0, dtype=torch.int32)
         rows = torch.cat([dy.rows for dy, _ in segments])[order]
-        segments = [(GroupedRows(rows, ends), torch.cat([x for _, x in segments])[order])]
-    return [(dy.rows, x) for dy, x in segments], tuple(dy.ends for dy, _ in segments)
+        segments = [(GroupedRows(rows, bounds), torch.cat([x for _, x in segments])[order])]
+    return [(dy.rows, x) for dy, x in segments], tuple(dy.bounds for dy, _ in segments)
 
 
 def _part(slot: Slot, expert: int) -> Slot:
@@ -147,7 +137,7 @@ def _part(slot: Slot, expert: int) -> Slot:
 
 
 def _by_expert(segments: Sequence[Segment], experts: int) -> Iterator[tuple[int, list[Segment]]]:
-    starts = [[0, *dy.ends.tolist()] for dy, _ in segments]
+    starts = [dy.bounds.tolist() for dy, _ in segments]
     for expert in range(experts):
         pairs = zip(segments, starts, strict=True)
         yield expert, [(dy.rows[s[expert] : s[expert + 1]], x[s[expert] : s[expert + 1]]) for (dy, x), s in pairs]

@@ -39,9 +39,9 @@ class Launch:
         scaled: bool = False,
         experts: int | None = None,
     ):
-        ends = None
+        bounds = None
         if experts is not None:
-            segments, ends = merge_grouped(segments)
+            segments, bounds = merge_grouped(segments)
         lookups = Lookups.of([segment for segment in segments if is_lookup(segment)])
         segments = merge_segments([s for s in segments if s[0].shape[0] and not is_lookup(s)])
         dys, xs = zip(*segments, strict=True) if segments else ((), ())
@@ -58,7 +58,7 @@ class Launch:
             tuple((*dy.stride(), *x.stride()) for dy, x in segments),
             *(dy.shape[0] for dy in dys),
             *(0 for _ in range(MAX_SEGMENTS - len(dys))),
-            ends,
+            bounds,
             *_lookup_operands(lookups, rows, tile.block_o),
             accumulator,
             None if accumulator is None else accumulator.stride(),

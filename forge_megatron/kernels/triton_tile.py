@@ -25,11 +25,11 @@ def tile_position(O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def of_expert(dys, xs, strides, ends, expert):
+def of_expert(dys, xs, strides, bounds, expert):
     """One expert's part of segments whose tokens lie in the order of their experts.
 
     Args:
-        ends: int32 ``[E]`` of each segment: where the tokens of each expert end.
+        bounds: int32 ``[E + 1]`` of each segment: where the tokens of each expert begin, and the last's end.
         expert: int64.
 
     Returns:
@@ -40,10 +40,10 @@ def of_expert(dys, xs, strides, ends, expert):
     tokens = ()
     for segment in tl.static_range(len(dys)):
         dy_t, _, x_t, _ = strides[segment]
-        begin = tl.load(ends[segment] + expert - 1, mask=expert > 0, other=0)
+        begin = tl.load(bounds[segment] + expert)
         its_dys = its_dys + (dys[segment] + begin.to(tl.int64) * dy_t,)  # noqa: RUF005 - Triton has no unpacking
         its_xs = its_xs + (xs[segment] + begin.to(tl.int64) * x_t,)  # noqa: RUF005 - Triton has no unpacking
-        tokens = tokens + (tl.load(ends[segment] + expert) - begin,)  # noqa: RUF005 - Triton has no unpacking
+        tokens = tokens + (tl.load(bounds[segment] + expert + 1) - begin,)  # noqa: RUF005 - Triton has no unpacking
     return its_dys, its_xs, tokens
 
 

@@ -50,7 +50,7 @@ def wgrad_step_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
-    ends,
+    bounds,
     lookups,
     lookup_strides,
     accumulator,
@@ -83,9 +83,9 @@ def wgrad_step_kernel(
     BY_ROW: tl.constexpr,
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
-    if ends is not None:
+    if bounds is not None:
         expert = tl.program_id(1).to(tl.int64)
-        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        dys, xs, tokens = of_expert(dys, xs, strides, bounds, expert)
         if accumulator is not None:
             accumulator += expert * O * I
         weight += expert * O * I
@@ -159,7 +159,7 @@ def wgrad_norm_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
-    ends,
+    bounds,
     lookups,
     lookup_strides,
     accumulator,
@@ -181,9 +181,9 @@ def wgrad_norm_kernel(
         if tl.load(sure) != 0:
             return
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
-    if ends is not None:
+    if bounds is not None:
         expert = tl.program_id(1).to(tl.int64)
-        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        dys, xs, tokens = of_expert(dys, xs, strides, bounds, expert)
         if accumulator is not None:
             accumulator += expert * O * I
     row, column = tile_position(O, I, BLOCK_O, BLOCK_I, GROUP)
@@ -208,7 +208,7 @@ def wgrad_write_kernel(
     tokens_1,
     tokens_2,
     tokens_3,
-    ends,
+    bounds,
     lookups,
     lookup_strides,
     accumulator,
@@ -225,9 +225,9 @@ def wgrad_write_kernel(
     PRECISION: tl.constexpr,
 ):
     tokens = (tokens_0, tokens_1, tokens_2, tokens_3)
-    if ends is not None:
+    if bounds is not None:
         expert = tl.program_id(1).to(tl.int64)
-        dys, xs, tokens = of_expert(dys, xs, strides, ends, expert)
+        dys, xs, tokens = of_expert(dys, xs, strides, bounds, expert)
         if accumulator is not None:
             accumulator += expert * O * I
         out += expert * O * I

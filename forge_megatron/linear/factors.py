@@ -24,18 +24,20 @@ class Kept:
     """One pair of factors, the versions they had, and the graph task that they belong to.
 
     Attributes:
-        ends: where the tokens of each expert end; None: the weight is one matrix.
+        bounds: where the tokens of each expert are; None: the weight is one matrix.
+        swapped: ``x`` is the gradient, see :class:`~forge_megatron.kernels.GroupedRows`.
     """
 
     dy: Tensor | FormedRows
     x: Tensor
     versions: tuple[int, int]
     task: int
-    ends: Tensor | None = None
+    bounds: Tensor | None = None
+    swapped: bool = False
 
     @property
     def segment(self) -> Segment:
-        return (self.dy if self.ends is None else GroupedRows(self.dy, self.ends)), self.x
+        return (self.dy if self.bounds is None else GroupedRows(self.dy, self.bounds, self.swapped)), self.x
 
     def nbytes(self) -> int:
         return sum(_nbytes(factor) for factor in (self.dy, self.x))
@@ -44,7 +46,7 @@ class Kept:
         """Which of the two came from backward; None: neither is a gradient that somebody could hold."""
         if isinstance(self.dy, FormedRows):
             return None
-        return "x" if is_lookup((self.dy, self.x)) else "dy"
+        return "x" if self.swapped or is_lookup((self.dy, self.x)) else "dy"
 
 
 def _nbytes(factor: Tensor | FormedRows) -> int:
@@ -108,16 +110,16 @@ class Factors:
     def keep(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
         """Keeps one pair. A borrowed ``x`` is copied, for somebody else may write to it; see :func:`keep_apart`."""
         x = _own(x, borrowed_x)
-        ends = None
+        bounds, swapped = None, False
         if isinstance(dy, GroupedRows):
-            dy, ends = dy.rows, dy.ends.clone()
+            dy, bounds, swapped = dy.rows, dy.bounds.clone(), dy.swapped
         if isinstance(dy, FormedRows):
             dy.keep(x)
         elif is_lookup((dy, x)):
             x = x.detach()
         else:
             dy = _own(dy, False).detach()
-        self.kept.append(Kept(dy, x, (_version(dy), x._version), task, ends))
+        self.kept.append(Kept(dy, x, (_version(dy), x._version), task, bounds, swapped))
         self.waited_as = "factors" if self.accumulator is None else "accumulator"
         self.most_bytes = max(self.most_bytes, self.nbytes())
 

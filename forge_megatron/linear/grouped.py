@@ -27,7 +27,9 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         ``[T, N]``.
     """
-    if x.device.type != "cpu":
+    if x.shape[0] == 0:
+        return x @ weight[0]
+    if x.device.type != "cpu" and all(extent * x.element_size() % 16 == 0 for extent in weight.shape[1:]):
         return F.grouped_mm(x, weight, offs=ends)
     # torch's own wants rows of whole 16 bytes.
     spans = itertools.pairwise([0, *ends.tolist()])
@@ -101,20 +103,36 @@ class ForgeGroupedLinear(Attached, GroupedLinear):
         if self.owner_in_forward() is None:
             return super().forward(input, ends)
         self._expect_fitting(input, ends)
-        use = open_use(self.weight)
-        y = OwnedGroupedFunction.apply(input, use.ticket, ends, use)
-        use.bind(y.grad_fn)
-        return y
+        return owned_grouped_linear(input, self.weight, ends)
+
+
+def owned_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    """Each expert's matrix applied to its tokens, by an owned weight, which is stepped in backward.
+
+    Args:
+        x: ``[T, I]``.
+        weight: ``[E, O, I]``; ``[E, I, O]`` if ``transposed``.
+        ends: as :meth:`GroupedLinear.forward`'s.
+        transposed: the layout of the weight.
+
+    Returns:
+        ``[T, O]``.
+    """
+    use = open_use(weight)
+    y = OwnedGroupedFunction.apply(x, use.ticket, ends, use, transposed)
+    use.bind(y.grad_fn)
+    return y
 
 
 class OwnedGroupedFunction(torch.autograd.Function):
     """Every expert's ``dX = dY W`` from before the update, then the factors of all experts to the weight's sink."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, ticket: Tensor | None, ends: Tensor, use: Use) -> Tensor:
-        ctx.use = use
+    def forward(ctx, x: Tensor, ticket: Tensor | None, ends: Tensor, use: Use, transposed: bool) -> Tensor:
+        ctx.use, ctx.transposed = use, transposed
         ctx.save_for_backward(ends, *(() if ticket is None else (x,)))
-        return grouped_mm(x, use.weight.transpose(1, 2), ends)
+        weight = use.weight.to(x.dtype)
+        return grouped_mm(x, weight if transposed else weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
@@ -126,8 +144,15 @@ class OwnedGroupedFunction(torch.autograd.Function):
             # A reduction's gradient is expanded, whose strides torch's grouped product refuses.
             dy = dy.contiguous()
             if ctx.needs_input_grad[0]:
-                dx = grouped_mm(dy, use.weight, ends)
+                weight = use.weight.to(dy.dtype)
+                dx = grouped_mm(dy, weight.transpose(1, 2) if ctx.transposed else weight, ends)
             if wanted:
                 (x,) = kept
-                use.deliver(GroupedRows(dy, ends), x, borrowed=is_callers(x))
-        return dx, None, None, None
+                bounds = F.pad(ends, (1, 0))
+                if ctx.transposed:
+                    # A factor in dY's place is never copied where it is kept.
+                    rows = x.clone() if is_callers(x) else x
+                    use.deliver(GroupedRows(rows, bounds, swapped=True), dy)
+                else:
+                    use.deliver(GroupedRows(dy, bounds), x, borrowed=is_callers(x))
+        return dx, None, None, None, None

@@ -29,16 +29,10 @@ def reason_not_fused(module: nn.Module) -> str | None:
     return reason_not_owned(module)
 
 
-def reason_experts_not_fused(module: GroupedLinear, *, summed: bool) -> str | None:
-    """None if the weight of all experts of ``module`` can be stepped inside its backward.
-
-    Args:
-        summed: its gradient is a sum over several ranks.
-    """
+def reason_experts_not_fused(module: GroupedLinear) -> str | None:
+    """None if the weight of all experts of ``module`` can be stepped inside its backward."""
     if type(module).forward not in (GroupedLinear.forward, ForgeGroupedLinear.forward):
         return f"{type(module).__name__} has a forward of its own"
-    if summed:
-        return "experts in one tensor: their sum over process_group= has no buckets"
     if not module.weight.is_contiguous():
         return "experts in one tensor, which is not contiguous"
     return reason_not_owned(module)

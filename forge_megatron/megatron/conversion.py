@@ -18,6 +18,7 @@ from torch import nn
 from forge_megatron.linear import has_gradient_hook
 from forge_megatron.linear.ownership import FUSABLE_DTYPES
 from forge_megatron.megatron.domains import is_expert
+from forge_megatron.megatron.experts import ExpertLinear, GroupedExperts
 from forge_megatron.megatron.layers import (
     ForgeColumnParallelLinear,
     ForgeRowParallelLinear,
@@ -28,7 +29,10 @@ _SWAP = {
     ColumnParallelLinear: ForgeColumnParallelLinear,
     RowParallelLinear: ForgeRowParallelLinear,
     VocabParallelEmbedding: ForgeVocabParallelEmbedding,
+    ExpertLinear: ExpertLinear,
 }
+# megatron-core's own experts in one tensor, which other packages multiply.
+_FOREIGN_EXPERTS = ("GroupedMLP", "TEGroupedMLP")
 _ATTRIBUTE = "forge_conversion"
 
 
@@ -66,16 +70,19 @@ def global_names(model: nn.Module) -> dict[str, str]:
     """Parameter names with the layer's and the expert's number in the whole model, whatever this rank has of it.
 
     Returns:
-        Name in ``model.named_parameters()`` to its name with ``layers.<global number>`` and
-        ``local_experts.<global number>``.
+        Name in ``model.named_parameters()`` to its name with ``layers.<global number>``,
+        ``local_experts.<global number>`` and, of experts in one tensor, ``experts.<first>-<last number>``.
     """
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int | str] = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2].isdigit() and hasattr(module, "layer_number"):
             numbers[name] = module.layer_number - 1
         if isinstance(module, SequentialMLP):
             first = module.ep_group.rank() * module.num_local_experts
             numbers.update((f"{name}.local_experts.{i}", first + i) for i in range(module.num_local_experts))
+        if isinstance(module, GroupedExperts):
+            first = module.ep_group.rank() * module.num_local_experts
+            numbers[name] = f"{name.rpartition('.')[2]}.{first}-{first + module.num_local_experts - 1}"
     names = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         parts = name.split(".")
@@ -115,6 +122,11 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
 
 def _tensor_parallel_size() -> int:
     return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _of_foreign_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    found = [m for m in model.modules() if type(m).__name__ in _FOREIGN_EXPERTS]
+    return [(type(module).__name__, weight) for module in found for weight in module.parameters()]
 
 
 def _multiplied_weight(model: nn.Module, module: nn.Module) -> nn.Parameter | None:
@@ -159,6 +171,12 @@ def convert(model: nn.Module) -> Conversion:
         conversion.owned[by_identity[id(weight)]] = weight
     for weight in conversion.owned.values():
         conversion.kept.pop(by_identity[id(weight)], None)
+    for kind, weight in _of_foreign_experts(model):
+        if weight.requires_grad and by_identity[id(weight)] not in conversion.owned:
+            conversion.kept[by_identity[id(weight)]] = (
+                f"experts of {kind}; those of forge_megatron.megatron.experts, which "
+                "get_gpt_layer_forge_spec has with moe_grouped_gemm, are stepped in backward"
+            )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and names[name] not in conversion.owned:
             conversion.kept.setdefault(names[name], "not the weight of a tensor-parallel linear or embedding")

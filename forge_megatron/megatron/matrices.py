@@ -33,6 +33,19 @@ def expect_steppable_by_rows(rule: Rule) -> None:
         )
 
 
+def expect_matrices(rule: Rule, owned: Sequence[Tensor]) -> None:
+    """Raises where a rule that reads a whole weight would read all the experts that a rank has as one.
+
+    Raises:
+        NotImplementedError: names the rule.
+    """
+    if rule.regime != "fused" and any(weight.dim() == 3 for weight in owned):
+        raise NotImplementedError(
+            f"--forge-rule {rule.name} reads whole matrices, and experts in one tensor are as many as a rank has; turn "
+            "moe_grouped_gemm off, with which an expert is a weight of its own"
+        )
+
+
 def groups_of(
     rule: Rule,
     chosen: Mapping[str, Any],

@@ -21,7 +21,8 @@ def sharded_rows(
     """The checkpoint's entry of a state.
 
     Args:
-        weight: of the model's sharded state dict, for the weight ``[O, ...]`` of this tensor-parallel rank.
+        weight: of the model's sharded state dict, for the weight ``[O, ...]`` of this tensor-parallel rank, or for
+            experts in one tensor ``[experts, O, I]``, which the checkpoint has as rows of ``[experts * O, I]``.
         held: the state, ``[rows, ...]``.
         rows: of the weight, those of ``held``.
         prefix: of the key.
@@ -35,7 +36,9 @@ def sharded_rows(
     if rows.start == rows.stop:
         return LocalNonpersistentObject(held)
     # Saving a model reshapes its shards' tensors in place.
-    weight, shape = weight.without_data(), weight.data.shape
+    weight, shape, held_shape = weight.without_data(), weight.data.shape, held.shape
+    if len(shape) == 3:
+        rows, held = slice(rows.start * shape[1], rows.stop * shape[1]), held.flatten(0, 1)
 
     def build(key: str, held: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
         if isinstance(weight, ShardedTensor):
@@ -43,6 +46,7 @@ def sharded_rows(
         # Where each piece of the whole lies is read off tensors without memory.
         whole = torch.empty(shape, dtype=held.dtype, device="meta")
         pieces = nested_values(weight.build_fn(key, whole, replica_id, flattened_range))
+        whole = whole.flatten(0, -2) if len(shape) == 3 else whole
         return [
             _narrowed(piece, held, start, rows)
             for piece, start in _placed(key, whole, pieces)
@@ -50,7 +54,7 @@ def sharded_rows(
         ]
 
     def merge(loaded: list[Tensor]) -> Tensor:
-        return torch.cat([piece.reshape(-1, *held.shape[1:]) for piece in loaded])
+        return torch.cat([piece.reshape(-1, *held.shape[1:]) for piece in loaded]).view(held_shape)
 
     return ShardedTensorFactory(f"{prefix}.{weight.key}", held, build, merge, weight.replica_id)
 

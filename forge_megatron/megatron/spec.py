@@ -9,10 +9,6 @@ in it; the local spec's ``sharded_state_dict_keys_map`` keeps the fused names in
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine
@@ -24,41 +20,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from forge_megatron.megatron.attention import ForgeDotProductAttention
+from forge_megatron.megatron.experts import grouped
 from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
+from forge_megatron.megatron.rewriting import rewrite
 
 _LINEARS: dict[Any, type] = {
     ColumnParallelLinear: ForgeColumnParallelLinear,
     RowParallelLinear: ForgeRowParallelLinear,
 }
-
-
-#: Multi-latent attention compares these with the classes that it knows; prepare() converts what it has built.
-_COMPARED = ("linear_q_down_proj", "linear_kv_down_proj")
-
-
-def rewrite(spec: Any, replacements: Mapping[Any, type]) -> Any:
-    """A copy of a spec with other classes in it.
-
-    Args:
-        spec: a ModuleSpec, a submodules dataclass, a ``functools.partial`` (megatron-core 0.19), a list of
-            these, or a class.
-        replacements: class to class.
-    """
-    if isinstance(spec, type):
-        return replacements.get(spec, spec)
-    if isinstance(spec, functools.partial):
-        keywords = {name: rewrite(value, replacements) for name, value in spec.keywords.items()}
-        return functools.partial(rewrite(spec.func, replacements), *spec.args, **keywords)
-    if isinstance(spec, (list, tuple)):
-        return type(spec)(rewrite(member, replacements) for member in spec)
-    if dataclasses.is_dataclass(spec):
-        rewritten = copy.copy(spec)
-        for field in dataclasses.fields(spec):
-            if field.name in _COMPARED:
-                continue
-            setattr(rewritten, field.name, rewrite(getattr(spec, field.name), replacements))
-        return rewritten
-    return spec
 
 
 class ForgeSpecProvider(LocalSpecProvider):
@@ -72,7 +41,8 @@ class ForgeSpecProvider(LocalSpecProvider):
 
 
 def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engine: bool = False) -> ModuleSpec:
-    """A transformer layer with FORGE's linears; with ``num_moe_experts`` its MLPs are a ``SequentialMLP``.
+    """A transformer layer with FORGE's linears; with ``num_moe_experts`` its MLPs are a ``SequentialMLP``, and with
+    ``moe_grouped_gemm`` too a :class:`~forge_megatron.megatron.experts.GroupedExperts`.
 
     Args:
         config: the model's config; its norm, qk-norm, multi-latent-attention and context-parallel fields are read.
@@ -80,10 +50,10 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
 
     Raises:
         ModuleNotFoundError: Transformer Engine is asked for and not installed.
-        NotImplementedError: experts in one tensor; a model of which only some layers have experts.
+        NotImplementedError: a model of which only some layers have experts.
     """
     if config.num_moe_experts is not None:
-        _expect_sequential_experts(config)
+        _expect_experts_in_every_layer(config)
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -91,6 +61,8 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
         normalization=config.normalization,
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
     )
+    if config.moe_grouped_gemm:
+        spec = grouped(spec)
     if not use_transformer_engine:
         context = {DotProductAttention: ForgeDotProductAttention} if config.context_parallel_size > 1 else {}
         return rewrite(spec, {**_LINEARS, **context})
@@ -108,13 +80,7 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
     return rewrite(spec, {**_LINEARS, **engine})
 
 
-def _expect_sequential_experts(config: TransformerConfig) -> None:
-    if config.moe_grouped_gemm:
-        raise NotImplementedError(
-            "moe_grouped_gemm=True: experts in one tensor are not built under Megatron (GroupedMLP needs the package "
-            "grouped_gemm, TEGroupedMLP Transformer Engine; the weights of both stay with Megatron's optimizer); turn "
-            "it off for SequentialMLP, or take megatron-core's spec, whose dense linears prepare() converts"
-        )
+def _expect_experts_in_every_layer(config: TransformerConfig) -> None:
     frequency = config.moe_layer_freq
     if any(layer != 1 for layer in (frequency if isinstance(frequency, list) else [frequency])):
         raise NotImplementedError(

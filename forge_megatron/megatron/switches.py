@@ -172,7 +172,8 @@ SWITCHES: tuple[Switch, ...] = (
         "tests/distributed/test_megatron_training.py::test_multi_token_prediction", _above("mtp_num_layers", 0),
     ),
     Switch(
-        "num_moe_experts", SUPPORTED, "SequentialMLP's experts are stepped in backward; GroupedMLP and routers stay",
+        "num_moe_experts", SUPPORTED, "experts of SequentialMLP, and of FORGE's spec with moe_grouped_gemm, are "
+        "stepped in backward; GroupedMLP, TEGroupedMLP and routers stay",
         "tests/distributed/test_megatron_training.py::test_sequential_experts_are_stepped_in_backward",
         _above("num_moe_experts", 0),
     ),

@@ -191,7 +191,7 @@ def main() -> None:
         label = f"{storage} grouped{' odd' if extents[-1] % 16 else ''}"
         experts, *shape = extents
         dy, x = (torch.zeros(512, extent, dtype=BF16) for extent in shape)
-        segments = [(GroupedRows(dy, torch.zeros(experts, dtype=torch.int32)), x)] * 2
+        segments = [(GroupedRows(dy, torch.zeros(experts + 1, dtype=torch.int32)), x)] * 2
         triton_wgrad.wgrad_step(slot(extents, storage), segments, torch.zeros(extents), torch.zeros(()))
     for storage, size in ELEMENTWISE:
         label = f"{storage} {size}"

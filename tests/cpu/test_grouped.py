@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
-from forge_megatron.linear.ownership import reason_experts_not_fused
 from tests.cpu.oracles_staged import Lamb64, Optimizer64
 from tests.cpu.training import Pair, backends, expect_bit_equal, snapshot
 
@@ -204,6 +203,3 @@ def test_what_is_not_owned_says_why():
     model["strided"].weight = nn.Parameter(torch.randn(2, 4, 4).transpose(1, 2))
     reasons = [row.how for row in forge.attach(model, lr=1e-2).coverage.rows]
     assert reasons == ["Own has a forward of its own", "experts in one tensor, which is not contiguous"]
-    whole = forge.GroupedLinear(2, 4, 4)
-    assert "process_group" in reason_experts_not_fused(whole, summed=True)
-    assert reason_experts_not_fused(whole, summed=False) is None

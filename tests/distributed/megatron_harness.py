@@ -92,7 +92,9 @@ def layer_spec(config):
     norm = norm_class(config.normalization)
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = ForgeDotProductAttention
-    return spec if config.num_moe_experts is None else experts.numbered(spec)
+    if config.num_moe_experts is None:
+        return spec
+    return experts.numbered(spec, in_one_tensor=config.moe_grouped_gemm)
 
 
 def build_model(case: Case, seed: int = 7):

@@ -239,11 +239,19 @@ def _specs() -> dict:
     config = transformer_config(Case(model=experts))
     layer = build_module(get_gpt_layer_forge_spec(config), config=config, layer_number=1)
     found["experts"] = [(type(e.linear_fc1), type(e.linear_fc2)) for e in layer.mlp.experts.local_experts]
-    for name, value in (("moe_grouped_gemm", True), ("moe_layer_freq", [1, 0])):
-        changed = copy.copy(config)
-        setattr(changed, name, value)
-        with pytest.raises(NotImplementedError, match=name):
-            get_gpt_layer_forge_spec(changed)
+    changed = copy.copy(config)
+    changed.moe_layer_freq = [1, 0]
+    with pytest.raises(NotImplementedError, match="moe_layer_freq"):
+        get_gpt_layer_forge_spec(changed)
+    together = copy.copy(config)
+    together.moe_grouped_gemm = True
+    layer = build_module(get_gpt_layer_forge_spec(together), config=together, layer_number=1)
+    found["experts in one tensor"] = type(layer.mlp.experts)
+    for name, value in (("add_bias_linear", True), ("fp8", "e4m3")):
+        refused = copy.copy(together)
+        setattr(refused, name, value)
+        with pytest.raises(NotImplementedError, match=f"{name}=.* experts in one tensor"):
+            build_module(get_gpt_layer_forge_spec(refused), config=refused, layer_number=1)
     provider = ForgeSpecProvider()
     found["provider"] = (provider.column_parallel_linear(), provider.row_parallel_linear())
     found["forge"] = (ForgeColumnParallelLinear, ForgeRowParallelLinear)
@@ -255,8 +263,11 @@ def _specs() -> dict:
 
 
 def test_specs_hold_forges_linears(results):
+    from forge_megatron.megatron.experts import GroupedExperts
+
     for found in results["_specs"]:
         column, row = found["forge"]
+        assert found["experts in one tensor"] is GroupedExperts
         for norm in ("LayerNorm", "RMSNorm"):
             assert found[norm]["classes"] == dict(zip(LINEARS, (column, row, column, row), strict=True))
             assert found[norm]["norms"] == [True, True]
