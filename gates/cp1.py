@@ -17,7 +17,7 @@ from gates.pp1 import STEPS, Arm, alone, batches, compared, recipe, train
 if TYPE_CHECKING:
     from gates.pair import Run
 
-KINDS = ("all_gather", "a2a")
+KINDS = ("all_gather", "a2a", "p2p")
 ARMS = {"in backward": Arm(rounds=0), "tied, clipped": Arm(tied=True, clip=0.1)}
 
 

@@ -62,7 +62,7 @@ class Parallel:
     # Chunks of layers a stage (Megatron's virtual_pipeline_model_parallel_size), interleaved; None: one, by 1F1B.
     virtual_pipeline: int | None = None
     context: int = 1
-    context_comm: str = "all_gather"  # or a2a; with Transformer Engine also p2p (Megatron's cp_comm_type)
+    context_comm: str = "all_gather"  # or a2a, p2p: a ring (Megatron's cp_comm_type)
     expert: int = 1  # over the data- and context-parallel ranks: it takes none of its own
     data: int = 1
     distributed_optimizer: bool = False  # each data-parallel rank has a part of the optimizer's states

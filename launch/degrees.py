@@ -48,8 +48,8 @@ def check_context(recipe: Recipe) -> None:
     if parallel.context_comm == "a2a":
         ranks = parallel.tensor * parallel.context
         divides(recipe, "model.num_attention_heads", ranks, "parallel.tensor * parallel.context, for context_comm=a2a")
-    if parallel.context_comm == "p2p" and model.transformer_engine != "always":
-        raise RecipeError("parallel.context_comm", "p2p needs model.transformer_engine=always; or a2a, all_gather")
+    if parallel.context_comm == "p2p" and model.dropout and model.transformer_engine != "always":
+        raise RecipeError("model.dropout", f"{model.dropout}: a ring (parallel.context_comm=p2p) has none: set it to 0")
 
 
 def check_experts(recipe: Recipe) -> None:

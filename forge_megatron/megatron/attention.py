@@ -13,9 +13,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from forge_megatron.megatron import context
+from forge_megatron.megatron.ring import expect_no_dropout, ring
 
 #: Megatron's ``cp_comm_type``; None: it was not chosen.
-_KINDS = {None: context.gathered, "allgather": context.gathered, "a2a": context.ulysses}
+_KINDS = {None: context.gathered, "allgather": context.gathered, "a2a": context.ulysses, "p2p": ring}
 
 
 class ForgeDotProductAttention(torch.nn.Module):
@@ -25,13 +26,14 @@ class ForgeDotProductAttention(torch.nn.Module):
         config: Megatron's ``TransformerConfig``.
         attn_mask_type: ``AttnMaskType.causal``.
         softmax_scale: None: ``d ** -0.5``.
-        cp_comm_type: under context parallelism ``"a2a"`` (:func:`forge_megatron.megatron.context.ulysses`) or
-            ``"all_gather"`` (:func:`forge_megatron.megatron.context.gathered`; the default).
+        cp_comm_type: under context parallelism ``"a2a"`` (:func:`forge_megatron.megatron.context.ulysses`),
+            ``"all_gather"`` (:func:`forge_megatron.megatron.context.gathered`; the default), or ``"p2p"``
+            (:func:`forge_megatron.megatron.ring.ring`).
         pg_collection: its ``cp`` is the context-parallel group; None: Megatron's.
 
     Raises:
-        ValueError: a mask, window, softmax or kind of context parallelism that it does not have, or heads that
-            cannot be split over context ranks, by name.
+        ValueError: a mask, window, softmax or kind of context parallelism that it does not have, heads that cannot
+            be split over context ranks, or a dropout in a ring, by name.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class ForgeDotProductAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.cp_group = None
         if config.context_parallel_size > 1:
-            self._over_context = _kind(config, cp_comm_type)
+            self._over_context = _kind(config, cp_comm_type, self.dropout)
             self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
 
     def forward(
@@ -90,13 +92,15 @@ class ForgeDotProductAttention(torch.nn.Module):
         return self._over_context(query, key, value, self.cp_group, **settings).flatten(2)
 
 
-def _kind(config: Any, cp_comm_type: str | None):
+def _kind(config: Any, cp_comm_type: str | None, dropout: float):
     kind = cp_comm_type if cp_comm_type is None else cp_comm_type.replace("_", "").lower()
     if kind not in _KINDS:
         raise ValueError(
             f"cp_comm_type={cp_comm_type!r} with context_parallel_size={config.context_parallel_size} needs "
-            "Transformer Engine's attention; without it use --cp-comm-type a2a or all_gather"
+            "Transformer Engine's attention; without it use --cp-comm-type p2p, a2a or all_gather"
         )
+    if _KINDS[kind] is ring:
+        expect_no_dropout(dropout)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     if _KINDS[kind] is context.ulysses and heads % config.context_parallel_size:
         raise ValueError(

@@ -1,12 +1,13 @@
 """Causal attention over a sequence that is split over context-parallel ranks, without Transformer Engine.
 
 Megatron cuts the sequence into ``2 * cp`` chunks and gives rank r the chunks r and ``2 * cp - 1 - r``, so that
-every rank has the same share of the causal triangle. Two ways to attend over all of it:
+every rank has the same share of the causal triangle. Three ways to attend over all of it:
 
 - :func:`ulysses`: all-to-all, each rank attends over the whole sequence for ``1 / cp`` of the heads
   (Jacobs et al. 2023, "DeepSpeed Ulysses").
 - :func:`gathered`: each rank gathers all keys and values and attends for its own queries; the gradients of keys and
   values are reduce-scattered (Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2).
+- :func:`forge_megatron.megatron.ring.ring`: keys and values travel from rank to rank, and no rank has all of them.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "context_parallel_size", SUPPORTED, "gradients are summed over context ranks in the same buckets; without "
-        "Transformer Engine the spec has attention for cp_comm_type a2a and all_gather",
+        "Transformer Engine the spec has attention for cp_comm_type a2a, all_gather and p2p",
         "tests/distributed/test_megatron_context.py::test_trains_like_megatron", _above("context_parallel_size"),
     ),
     Switch(

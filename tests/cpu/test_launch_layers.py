@@ -61,7 +61,7 @@ def test_attention_that_it_is_not(mask, changes, said):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("p2p", "needs Transformer Engine.*a2a or all_gather"), ("a2a", "does not divide the 3 attention heads")],
+    [("a2a+p2p", "needs Transformer Engine.*p2p, a2a or all_gather"), ("a2a", "does not divide the 3 attention heads")],
 )
 def test_kinds_of_context_parallelism_that_it_is_not(kind, said):
     split = settings(context_parallel_size=2, num_attention_heads=6, tensor_model_parallel_size=2)

@@ -81,7 +81,7 @@ def test_a_good_recipe_passes(load, override):
         (["parallel.context=3"], "data.sequence_length", "context=6"),
         (["parallel.context=64"], "data.sequence_length", "context=128"),
         (["parallel.context=4", "parallel.context_comm=a2a"], "model.num_attention_heads", "for context_comm=a2a=8"),
-        (["parallel.context=2", "parallel.context_comm=p2p"], "parallel.context_comm", "transformer_engine=always"),
+        (["parallel.context=2", "parallel.context_comm=p2p", "model.dropout=0.1"], "model.dropout", "p2p"),
         (["parallel.expert=2"], "parallel.expert", "model.num_experts"),
         ([*EXPERTS, "parallel.expert=2"], "parallel.expert", "parallel.data * parallel.context=1"),
         ([*EXPERTS, "parallel.expert=3"], "model.num_experts", "parallel.expert=3"),

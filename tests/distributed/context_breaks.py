@@ -13,6 +13,12 @@ def context():
     return context
 
 
+def ring():
+    from forge_megatron.megatron import ring
+
+    return ring
+
+
 def no_sum_over_context_ranks():
     from forge_megatron.coordinator.ranks import Ranks
 
@@ -39,6 +45,26 @@ def gradients_of_keys_stay_on_their_rank():
     )
 
 
+def keys_stay_on_their_rank():
+    wait = ring()._Hop.wait
+
+    def in_vain(hop):
+        wait(hop)
+        return hop._sent
+
+    return patch.object(ring()._Hop, "wait", in_vain)
+
+
+def backward_of_each_blocks_own_softmax():
+    whole = ring().blocks.backward
+
+    def alone(dout, query, key, value, out, lse, **settings):
+        own = ring().blocks.forward(query, key, value, **settings)
+        return whole(dout, query, key, value, *own, **settings)
+
+    return patch.object(ring().blocks, "backward", alone)
+
+
 def each_rank_divides_by_its_own_tokens():
     from launch import step
 
@@ -51,5 +77,7 @@ BREAKS = {
     positions_of_neighbouring_chunks: "loss gap, a2a, in backward",
     keys_in_the_order_of_ranks: "loss gap, all_gather, in backward",
     gradients_of_keys_stay_on_their_rank: "ΔW, all_gather, tied, clipped",
+    keys_stay_on_their_rank: "loss gap, p2p, in backward",
+    backward_of_each_blocks_own_softmax: "ΔW, p2p, tied, clipped",
     each_rank_divides_by_its_own_tokens: "Δstate, a2a, in backward",
 }

@@ -7,21 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_attention import dense, operands
 from megatron_harness import Case, Workers, context_parts, gap, layout, run, train, train_both
 
 pytestmark = pytest.mark.timeout(900)
 
-KINDS = ("a2a", "all_gather")
+KINDS = ("a2a", "all_gather", "p2p")
 HEADS = 8
-
-
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Causal softmax attention ``[s, b, heads * dv]`` from its formula, a query head reading the key of its group."""
-    times = query.shape[2] // key.shape[2]
-    key, value = (t.repeat_interleave(times, dim=2) for t in (key, value))
-    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * (scale or query.shape[3] ** -0.5)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bhst,tbhd->sbhd", scores.masked_fill(future, -torch.inf).softmax(-1), value).flatten(2)
 
 
 def _part(whole: torch.Tensor) -> torch.Tensor:
@@ -42,13 +34,8 @@ def _attention(kind: str, groups: int, scale: float | None) -> float:
         tensor_model_parallel_size=1, context_parallel_size=parallel_state.get_context_parallel_world_size(),
     )  # fmt: skip
     layer = ForgeDotProductAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=scale, cp_comm_type=kind)
-    generator = torch.Generator().manual_seed(3)
-    wholes = [
-        torch.randn(24, 2, heads, d, dtype=torch.float64, generator=generator, requires_grad=True)
-        for heads, d in ((HEADS, 4), (groups, 4), (groups, 6))
-    ]
-    out = _dense(*wholes, scale)
-    dout = torch.randn(out.shape, dtype=torch.float64, generator=generator)
+    *wholes, dout = operands(torch.float64, 24, HEADS, groups, 4, 6)
+    out, dout = dense(*wholes, scale).flatten(2), dout.flatten(2)
     theirs = [out, *torch.autograd.grad(out, wholes, dout)]
     parts = [_part(whole.detach()).requires_grad_() for whole in wholes]
     mine = layer(*parts, None)
@@ -128,7 +115,7 @@ def results():
 
 
 @pytest.fixture(scope="module")
-def dense():
+def alone():
     return run(1, _dense_runs)[0]
 
 
@@ -162,10 +149,10 @@ def test_trains_like_megatron(results, name, replicas):
                 assert torch.equal(value, ranks[other][case][1]["weights"][weight]), (case, weight)
 
 
-def test_trains_like_one_process_that_has_the_whole_sequence(results, dense):
+def test_trains_like_one_process_that_has_the_whole_sequence(results, alone):
     for case, (_, ours) in results["_context"][0]["pairs"].items():
-        _expect_equal(dense[case[0]], ours, case)
+        _expect_equal(alone[case[0]], ours, case)
     for name in ("_beside_tensor", "_beside_pipeline"):
         for case, (_, ours) in results[name][-1]["pairs"].items():
-            assert gap(dense[case[0]]["losses"], ours["losses"]) <= LOSS, (name, case)
-            assert ours["norms"] == pytest.approx(dense[case[0]]["norms"], rel=1e-5), (name, case)
+            assert gap(alone[case[0]]["losses"], ours["losses"]) <= LOSS, (name, case)
+            assert ours["norms"] == pytest.approx(alone[case[0]]["norms"], rel=1e-5), (name, case)

@@ -71,7 +71,7 @@ def test_data_parallel_ranks_train_the_same_batch(data, tmp_path):
     assert gap(forge.losses(), two.losses()) <= 2e-6
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+@pytest.mark.parametrize("kind", ["all_gather", "a2a", "p2p"])
 def test_context_parallel_ranks_train_the_same_sequences(kind, standard, data, tmp_path):
     """Two parts of every sequence on each of two ranks, against whole sequences."""
     over = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=2", f"parallel.context_comm={kind}")
