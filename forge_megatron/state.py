@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forge_megatron.blocks_of_shards import allocate, decode, encode, format_for
 from forge_megatron.formats import FORMAT_KEYS, StateFormat, resolve_group, scale_name, state_format_of
 from forge_megatron.formats.code import scale_rows, scale_shape
 from forge_megatron.formats.noise import VERSION
@@ -82,27 +83,23 @@ def new_state(
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     state.update((name, torch.tensor(value, dtype=torch.float32, device="cpu")) for name, value in rule.running.items())
     initial = {} if rule.initial is None else rule.initial(group)
-    _expect_codes(rule, state_format, p, label)
+    _expect_codes(rule, state_format, label)
     shapes = rule.statistics(group, whole.shape(p))
     if state_format.is_scaled and shapes and not rule.states:
         raise NotImplementedError(
             f"{label}: {rule.name} keeps {', '.join(shapes)} and no state of the weight's shape; they are always fp32, "
             f"and state_format={state_format.name!r} would change nothing; leave it out for this group"
         )
+    stored = format_for(p, state_format, label)
     for name in rule.states:
         sign = name in rule.nonnegative
-        state.update(state_format.allocate(name, p, initial.get(name, 0.0), nonnegative=sign))
+        state.update(allocate(stored, name, p, initial.get(name, 0.0), nonnegative=sign))
     state.update((name, torch.zeros(shape, dtype=torch.float32, device=p.device)) for name, shape in shapes.items())
     master = store.allocate(p)
     return state if master is None else {**state, "master": master}
 
 
-def _expect_codes(rule: Rule, state_format: StateFormat, p: Tensor, label: str) -> None:
-    if state_format.is_scaled and is_sharded(p):
-        raise NotImplementedError(
-            f"{label}: state_format={state_format.name!r} of weights that fully_shard has sharded is not built yet; "
-            "use 'bf16' or 'fp32'"
-        )
+def _expect_codes(rule: Rule, state_format: StateFormat, label: str) -> None:
     taken = [name for name in rule.states if name in rule.subtracted]
     if state_format.is_scaled and taken:
         raise ValueError(
@@ -194,7 +191,7 @@ def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dic
     held = dict(entry)
     for name, value in entry.items():
         shape = getattr(value, "shape", None)
-        if is_scale(name) and shape == scale_shape(p.shape):
+        if is_scale(name) and shape == scale_shape(p.shape) and not is_sharded(value):
             held[name] = value[scale_rows(p, optimizer.held_rows(p))]
         elif name in own and own[name].dim() and own[name].shape != shape == p.shape:
             held[name] = optimizer.held(value)
@@ -275,7 +272,8 @@ def _converted(rule: Rule, state: dict, entry: dict, converted: set[tuple[str, s
             continue
         sign = name in rule.nonnegative
         fmt = state_format_of(state[name])
-        entry[name], scale = fmt.code(nonnegative=sign).store(_decoded(value, entry.pop(scale_name(name), None), sign))
+        decoded = _decoded(value, entry.pop(scale_name(name), None), sign)
+        entry[name], scale = encode(fmt.code(nonnegative=sign), decoded, state[name])
         if scale is not None:
             entry[scale_name(name)] = scale
         converted.add((str(value.dtype).removeprefix("torch."), fmt.name))
@@ -298,7 +296,7 @@ def _converted_master(state: dict, entry: dict, converted: set[tuple[str, str]])
 def _decoded(stored: Tensor, scale: Tensor | None, nonnegative: bool) -> Tensor:
     if scale is None:
         return stored.float()
-    return state_format_of(stored).code(nonnegative=nonnegative).load(stored, scale)
+    return decode(state_format_of(stored).code(nonnegative=nonnegative), stored, scale)
 
 
 def _checked(

@@ -8,7 +8,7 @@ from .entrance import without_autocast
 from .grouped_rows import GroupedRows
 from .lookups import is_lookup
 from .norms import LateNorms, settle
-from .shard import is_sharded, local, origin_of, shard_like
+from .shard import is_sharded, local, origin_of, placed_as, shard_like
 from .slot import Segment, Slot, without_norm
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
@@ -28,6 +28,7 @@ __all__ = [
     "logit_gradient",
     "of_rows",
     "origin_of",
+    "placed_as",
     "reserved",
     "resolve_backend",
     "settle",

@@ -32,7 +32,8 @@ def local_slot(slot: Slot) -> Slot:
     # FSDP2 moves a shard at its first forward, and when weights are loaded.
     if known is None or known.weight is not weight:
         master = None if slot.master is None else local(slot.master)
-        known = replace(slot, weight=weight, states=tuple(map(local, slot.states)), master=master)
+        states, scales = tuple(map(local, slot.states)), tuple(map(local, slot.scales))
+        known = replace(slot, weight=weight, states=states, scales=scales, master=master)
         slot.memo["local"] = known
     known.norm_sq, known.update_norm_sq = slot.norm_sq, slot.update_norm_sq
     return known
@@ -44,6 +45,15 @@ def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
     whole = whole.to(tensor.device)
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def placed_as(tensor: Tensor, part: Tensor, shape: torch.Size) -> Tensor:
+    """The DTensor of ``shape`` that is cut as ``tensor``, a DTensor, and of which this rank has ``part``."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def origin_of(name: str, tensor: Tensor) -> Origin:

@@ -21,6 +21,7 @@ ORDER = [
     "forge_megatron.random_bits",
     "forge_megatron.replaced",
     "forge_megatron.parameters",
+    "forge_megatron.blocks_of_shards",
     "forge_megatron.state",
     "forge_megatron.reports",
     "forge_megatron.ranks",

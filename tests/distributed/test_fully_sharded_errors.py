@@ -36,8 +36,6 @@ def _attach():
     with pytest.raises(ValueError, match="sharding='full' with weights that are not sharded"):
         attach(Net(), sharding="full")
     attach(net, sharding="full")
-    with pytest.raises(NotImplementedError, match=r"^\S+: state_format='int8' of weights that fully_shard has sharded"):
-        attach(net, state_format="int8")
 
     partly = Net()
     fully_shard(partly.blocks[0])
