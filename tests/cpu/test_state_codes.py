@@ -10,7 +10,6 @@ import forge_megatron as forge
 from forge_megatron.formats import resolve_recipe, state_format, state_format_of
 from forge_megatron.kernels import Slot, step, wgrad_step
 from forge_megatron.rules import get
-from forge_megatron.state import new_state
 from tests.cpu.training import backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
@@ -389,11 +388,3 @@ def test_a_skipped_step_changes_no_bit(backend, name):
     optimizer.zero_grad()
     optimizer.state_dict()  # reads the flag, and with it takes the step counts back
     expect_bit_equal(before, bits_of(model, optimizer))
-
-
-def test_8_bit_states_of_a_shard_are_refused():
-    p = nn.Parameter(torch.zeros(4, 70, dtype=torch.bfloat16))
-    p.device_mesh = "that of a DTensor"
-    rule = get("adamw")
-    with pytest.raises(NotImplementedError, match=r"layer\.weight: state_format='int8' of weights that fully_shard"):
-        new_state(rule, rule.resolve({"lr": 1e-3}), p, "layer.weight", {"recipe": "int8"})
