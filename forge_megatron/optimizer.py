@@ -179,7 +179,7 @@ class ForgeOptimizer(Capturing):
                 self.state[p] = self.new_state(p, label)
         self.random.place(labels, self._group_of, self._formats)
         local = None if self._sums is None else self._sums.local
-        places = self.random, local, self._wholes
+        places = self.random, local, {p: self.whole(p) for p in labels}
         self._parameters = Parameters(self.rule, self.param_groups, self.state, labels, *places)
         self._shards.connect(labels, self._parameters.slots, self.state)
         if self._shards.group_of:

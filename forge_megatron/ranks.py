@@ -41,10 +41,14 @@ class AcrossRanks(Reports):
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; raises ``NotImplementedError`` for what no schedule can step."""
         group = self._group_of[p]
-        state = new_state(self.rule, group, self.held(p), label, self._formats, self._wholes.get(p, WHOLE))
         if self._sums is not None:
-            self._sums.expect_storable(label, rule_of(group, self.rule).variant(group), state)
-        return state
+            self._sums.expect_storable(label, rule_of(group, self.rule).variant(group), p.shape)
+        return new_state(self.rule, group, self.held(p), label, self._formats, self.whole(p))
+
+    def whole(self, p: Tensor) -> Whole:
+        """The weight of which this rank steps a part, as far as the rule of ``p`` asks."""
+        whole = self._wholes.get(p, WHOLE)
+        return whole if self._sums is None or not self.reads_whole(p) else self._sums.whole(p, whole)
 
     def reads_whole(self, p: Tensor) -> bool:
         """Whether the rule of ``p`` reads more of its gradient than one coordinate."""

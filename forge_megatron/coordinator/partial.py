@@ -8,7 +8,7 @@ backward, ``.grad``) is sent after the ranks have met. So ranks whose graphs dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from forge_megatron.coordinator.window import Client, Window
 from forge_megatron.formats.code import scale_rows
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
 
 
 class PartialSums(Members):
@@ -77,6 +78,10 @@ class PartialSums(Members):
     def local(self, tensor: Tensor) -> Tensor:
         """What this rank steps of a parameter, or of a tensor of its shape."""
         return tensor
+
+    def whole(self, p: Tensor, of: Whole) -> Whole:
+        """The weight of which this rank's part of ``p`` is a part; ``p`` itself is the part of it that ``of`` says."""
+        return of
 
     # ---- the sink
 
@@ -135,8 +140,8 @@ class PartialSums(Members):
 
     # ---- buckets
 
-    def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
-        """Raises ``NotImplementedError`` for a rule or for states that this schedule cannot step."""
+    def expect_storable(self, label: str, rule: Rule, shape: torch.Size) -> None:
+        """Raises ``NotImplementedError`` for a parameter of ``shape`` that this schedule cannot step by ``rule``."""
 
     def _fill(self, params: Iterable[Tensor], norms: torch.dtype = torch.float32) -> Filler:
         filler = Filler(self._cut(params), self.parts, self._gradient, self._written)
@@ -204,9 +209,10 @@ class PartialSums(Members):
             each = dict(zip(self._client().names, multiplier.unbind(), strict=True))
         for piece in self.stepped(bucket):
             rows = piece.rows(self.parts, rank)
-            if rows.stop == rows.start:
-                continue
             slot = self.slot(piece.param)
+            # A rank without rows takes part in what the others ask about the whole.
+            if rows.stop == rows.start and slot.whole is WHOLE:
+                continue
             held = slice(piece.first, piece.first + rows.stop - rows.start)
             blocks = scale_rows(piece.param, held)
             before = rows.start * columns(piece.param)

@@ -123,3 +123,38 @@ class Part(Whole):
         shape = list(part.shape)
         shape[self.dim - len(self.whole)] = extent
         return shape
+
+
+@dataclass(frozen=True)
+class PartOfPart(Whole):
+    """A rank's part, ``inner``, of the part that its group has of the weight, ``outer``."""
+
+    outer: Whole
+    inner: Part
+
+    def shape(self, x: Tensor) -> torch.Size:
+        return self.outer.shape(x)
+
+    def norms(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return self.outer.norms(*self.inner.norms(*tensors))
+
+    def sums(self, *reduced: Reduced) -> Sequence[Tensor]:
+        return self.outer.sums(*self._with_dims(self.inner.sums(*reduced), reduced))
+
+    def maxima(self, *reduced: Reduced) -> Sequence[Tensor]:
+        return self.outer.maxima(*self._with_dims(self.inner.maxima(*reduced), reduced))
+
+    def _with_dims(self, values: Sequence[Tensor], reduced: Sequence[Reduced]) -> list[Reduced]:
+        return [(value, dims) for value, (_, dims) in zip(values, reduced, strict=True)]
+
+    def part(self, statistic: Tensor) -> Tensor:
+        return self.inner.part(self.outer.part(statistic))
+
+    def cut(self, x: Tensor, dim: int, *, of: int) -> Tensor:
+        return self.inner.cut(self.outer.cut(x, dim, of=of), dim, of=of)
+
+    def gathered(self, part: Tensor) -> Tensor:
+        return self.outer.gathered(self.inner.gathered(part))
+
+    def transform(self, u: Tensor, function: Callable[[Tensor], Tensor], reads: torch.dtype) -> Tensor:
+        return self.inner.transform(u, lambda whole: self.outer.transform(whole, function, reads), reads)

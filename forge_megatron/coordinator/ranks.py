@@ -25,6 +25,9 @@ _GRACE = 5.0
 class Ranks:
     """The members of a data-parallel group.
 
+    Attributes:
+        group: the group for gradients.
+
     Args:
         group: names the ranks; every one of them makes this object at the same point of its program.
         timeout: seconds after which a rank that the others wait for is an error.
@@ -41,7 +44,7 @@ class Ranks:
         self._limit = limit
         self._deterministic = deterministic and self.size > 2
         own = {"use_local_synchronization": True}
-        self._data = dist.new_group(
+        self.group = dist.new_group(
             members, timeout=max(limit, timedelta(minutes=1)), backend=dist.get_backend(group), **own
         )
         self._hosts = dist.new_group(members, timeout=limit, backend="gloo", **own)
@@ -56,7 +59,7 @@ class Ranks:
         Raises:
             RuntimeError: a rank did not take part within the time limit.
         """
-        if "nccl" in dist.get_backend(self._data):
+        if "nccl" in dist.get_backend(self.group):
             work.wait()
             return
         try:
@@ -67,7 +70,7 @@ class Ranks:
     def all_reduce(self, buffer: Tensor) -> Iterator[Work]:
         """Sums ``buffer`` (a multiple of ``size`` elements where sums are deterministic), in place."""
         if not self._deterministic:
-            yield dist.all_reduce(buffer, group=self._data, async_op=True)
+            yield dist.all_reduce(buffer, group=self.group, async_op=True)
             return
         yield from self.reduce_scatter(buffer)
         yield self.all_gather(buffer)
@@ -76,10 +79,10 @@ class Ranks:
         """Sums this rank's part of ``buffer``, one of ``size`` equal stretches, in place; spoils the others."""
         mine = self.part(buffer)
         if not self._deterministic:
-            yield dist.reduce_scatter_tensor(mine, buffer, group=self._data, async_op=True)
+            yield dist.reduce_scatter_tensor(mine, buffer, group=self.group, async_op=True)
             return
         received = torch.empty_like(buffer)
-        yield dist.all_to_all_single(received, buffer, group=self._data, async_op=True)
+        yield dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
         terms = received.view(self.size, -1)
         total = terms[0].float()
         for term in terms[1:]:
@@ -88,19 +91,19 @@ class Ranks:
 
     def all_gather(self, buffer: Tensor) -> Work:
         """Fills ``buffer`` from each rank's own part of it."""
-        return dist.all_gather_into_tensor(buffer, self.part(buffer), group=self._data, async_op=True)
+        return dist.all_gather_into_tensor(buffer, self.part(buffer), group=self.group, async_op=True)
 
     def part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, -1)[self.rank]
 
     def sum_now(self, tensor: Tensor) -> None:
         """Sums a small tensor in place, at once."""
-        self.wait(dist.all_reduce(tensor, group=self._data, async_op=True))
+        self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Gives every rank the first rank's values."""
         for tensor in tensors:
-            self.wait(dist.broadcast(tensor.detach(), self.members[0], group=self._data, async_op=True))
+            self.wait(dist.broadcast(tensor.detach(), self.members[0], group=self.group, async_op=True))
 
     # ---- what the hosts tell each other
 

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from forge_megatron.coordinator.bucket import Bucket, Buckets, part_rows, rows_of
 from forge_megatron.coordinator.partial import PartialSums
+from forge_megatron.coordinator.parts import Part, PartOfPart
 from forge_megatron.coordinator.pipeline import Route
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client
 from forge_megatron.formats.code import as_bytes, scale_rows
-from forge_megatron.formats.state import is_scale
+from forge_megatron.formats.state import is_scale, scale_name
 from forge_megatron.rules import Rule
+from forge_megatron.rules.whole import WHOLE, Whole
 
 
 class ShardedStates(PartialSums):
@@ -38,11 +40,16 @@ class ShardedStates(PartialSums):
     def local(self, tensor: Tensor) -> Tensor:
         return rows_of(tensor, self.rows(tensor))
 
-    def expect_storable(self, label: str, rule: Rule, state: Mapping[str, Tensor]) -> None:
-        if rule.regime != "fused":
+    def whole(self, p: Tensor, of: Whole) -> Whole:
+        stretches = ((rows.start, rows.stop) for rows in (part_rows(p, self.parts, rank) for rank in range(self.parts)))
+        part = Part(p.shape, 0, tuple((stretch,) for stretch in stretches), self.ranks.rank, self.ranks.group)
+        return part if of is WHOLE else PartOfPart(of, part)
+
+    def expect_storable(self, label: str, rule: Rule, shape: torch.Size) -> None:
+        if rule.regime != "fused" and not shape:
             raise NotImplementedError(
-                f"{label}: {rule.name} reads more of a gradient than one coordinate, and with sharding='states' a rank "
-                "has its rows; use sharding='none', or a rule such as adamw"
+                f"{label}: {rule.name} of a 0-dim parameter with sharding='states' is not built; give its group a rule "
+                "such as adamw, or the parameter a shape of (1,)"
             )
 
     def enter_wrapper(self, wrapper) -> frozenset[Tensor]:
@@ -86,10 +93,13 @@ class ShardedStates(PartialSums):
             return
         self.ranks.agree("state_dict(full=True)", {}, torch.zeros(0, dtype=torch.uint8))
         for key, entry in state_dict["state"].items():
-            whole = {name: self._whole(params[key], name, value) for name, value in entry.items() if value.dim()}
+            states = self.slot(params[key]).rule.states
+            # Statistics of a whole weight are on every rank.
+            by_rows = entry.keys() & {*states, *map(scale_name, states), "master"}
+            whole = {name: self._joined(params[key], name, entry[name]) for name in sorted(by_rows)}
             state_dict["state"][key] = {**entry, **whole}
 
-    def _whole(self, p: Tensor, name: str, mine: Tensor) -> Tensor:
+    def _joined(self, p: Tensor, name: str, mine: Tensor) -> Tensor:
         """A state, or the scales of one, from all ranks' rows."""
         shares = [part_rows(p, self.parts, rank) for rank in range(self.parts)]
         if is_scale(name):

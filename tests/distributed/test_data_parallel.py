@@ -270,8 +270,9 @@ def not_built():
         with pytest.raises(NotImplementedError, match=match):
             forge.attach(model, lr=1e-2, process_group=dist.group.WORLD, **options)
 
-    refused(Model(), "lamb reads more of a gradient than one coordinate", rule="lamb", sharding="states")
-    refused(Model(), "galore reads more of a gradient than one coordinate", rule="galore", sharding="states")
+    scalar = Model()
+    scalar.temperature = nn.Parameter(torch.ones(()))
+    refused(scalar, "temperature: lamb of a 0-dim parameter with sharding='states'", rule="lamb", sharding="states")
     optimizer = forge.attach(Model(), lr=1e-2, process_group=dist.group.WORLD)
     with pytest.raises(NotImplementedError, match=r"capture\(\) with process_group="):
         optimizer.capture(lambda: None)

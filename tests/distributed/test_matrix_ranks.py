@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -105,9 +106,10 @@ def expect_projected(rule: str, found: dict[str, torch.Tensor], optimizer) -> No
         )
 
 
-def expect_bit_equal(net: Net, optimizer) -> None:
-    """Weights, states and statistics of the ranks."""
-    held = [*net.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+def expect_bit_equal(net: Net, optimizer=None) -> None:
+    """Weights of the ranks; with an optimizer states and statistics too."""
+    states = [] if optimizer is None else optimizer.state.values()
+    held = [*net.parameters(), *(v for state in states for v in state.values())]
     flat = torch.cat([value.detach().float().flatten() for value in held])
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
@@ -155,3 +157,63 @@ def fully_sharded():
 
 def test_fully_sharded_matrices_are_stepped_as_the_whole(results):
     results["fully_sharded"]
+
+
+STATES = {"sharding": "states", "buckets": SMALL}
+
+
+@workers
+def sharded_states():
+    group = {"process_group": dist.group.WORLD}
+    for rule, options in RULES.items():
+        # In backward, and waiting for a norm; each matrix in one bucket, whatever its size.
+        waits = {**STATES, "clip_grad_norm": 1e6}
+        for further in (STATES, waits) if rule in ("lamb", "muon") else (waits,):
+            net = filled()
+            optimizer = forge.attach(net, rule, **group, **options, **further)
+            train(net, optimizer)
+            expect(rule, {name: p.detach() for name, p in net.named_parameters()})
+            expect_bit_equal(net)
+    for rule, (options, *_) in PROJECTED.items():
+        net = filled()
+        optimizer = forge.attach(net, rule, **group, **LOW_RANK, **options, **STATES)
+        train(net, optimizer)
+        expect_projected(rule, {name: p.detach() for name, p in net.named_parameters()}, optimizer)
+
+
+def test_ranks_step_their_rows_as_the_whole_matrix(results):
+    results["sharded_states"]
+
+
+@workers
+def checkpoints_of_sharded_states():
+    """Whole, or a rank's own, resumed bit for bit; a whole one by a rank that shards nothing."""
+    options = {"process_group": dist.group.WORLD, **STATES}
+    for rule, recipe in (("adafactor", "bf16-state"), ("lamb", "int8"), ("muon", "fp32-master")):
+        settings = {**RULES[rule], "recipe": recipe, "seed": 3}
+        net = filled().bfloat16()
+        optimizer = forge.attach(net, rule, **settings, **options)
+        train(net, optimizer, steps=2)
+        weights, own, whole = copy.deepcopy((net.state_dict(), optimizer.state_dict(), optimizer.state_dict(full=True)))
+        train(net, optimizer, first=2, steps=2)
+        for saved in (own, whole):
+            again = filled().bfloat16()
+            resumed = forge.attach(again, rule, **settings, **options)
+            again.load_state_dict(weights)
+            resumed.load_state_dict(saved)
+            train(again, resumed, first=2, steps=2)
+            assert all(map(torch.equal, again.parameters(), net.parameters())), (rule, recipe)
+        alone = filled().bfloat16()
+        single = forge.attach(alone, rule, **settings)
+        single.load_state_dict(whole)
+        for key, entry in single.state_dict()["state"].items():
+            assert entry.keys() == whole["state"][key].keys()
+            assert all(torch.equal(value.float(), whole["state"][key][name].float()) for name, value in entry.items())
+        # Every rank has its rows of a state and a master, and all of a statistic.
+        held = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.dim())
+        assert optimizer.coverage.state_bytes == held
+        assert (held < single.coverage.state_bytes) is (rule != "adafactor")
+
+
+def test_checkpoints_of_sharded_states(results):
+    results["checkpoints_of_sharded_states"]
