@@ -16,11 +16,11 @@ from forge_megatron.codes import store_dense
 from forge_megatron.coordinator import (
     Buckets,
     FullySharded,
-    KeepFactors,
     NormsOverRanks,
     OrdinaryGradients,
     ShardGroup,
     Skips,
+    SumFactors,
     across_ranks,
     clip_helpers,
     plan,
@@ -127,7 +127,7 @@ class ForgeOptimizer(Capturing):
         self._had_gradient: set[Tensor] = set()
         self._zeroed: set[Tensor] = set()
         self._sums = across_ranks(self._plan, backend, self)
-        now, later = self._sums or FusedStep(backend, gradient_scale), KeepFactors(backend)
+        now, later = self._sums or FusedStep(backend, gradient_scale), SumFactors(backend)
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         self._shards = FullySharded(shards, waits=waits, micro_batches=micro_batches, backend=backend, client=self)

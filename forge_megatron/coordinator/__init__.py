@@ -13,13 +13,12 @@ from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.coordinator.schedule import across_ranks
 from forge_megatron.coordinator.shards import NormsOverRanks, ShardGroup, find_shards, wholes_of
 from forge_megatron.coordinator.skips import Skip, Skips
-from forge_megatron.coordinator.waiting import KeepFactors
+from forge_megatron.coordinator.waiting import SumFactors
 
 __all__ = [
     "Buckets",
     "Decision",
     "FullySharded",
-    "KeepFactors",
     "LossScale",
     "NormsOverRanks",
     "OrdinaryGradients",
@@ -31,6 +30,7 @@ __all__ = [
     "ShardGroup",
     "Skip",
     "Skips",
+    "SumFactors",
     "across_ranks",
     "decide",
     "extent",

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from forge_megatron import kernels
 from forge_megatron.coordinator.shards import ShardGroup, expect_managed, forget_backward
 from forge_megatron.kernels import local
-from forge_megatron.linear.ledger import (
+from forge_megatron.linear.half_steps import (
     failed_after_updates,
     rolled_back_after_updates,
     scaled_updates,

@@ -10,13 +10,12 @@ from forge_megatron import kernels
 from forge_megatron.linear import OwnedWeight
 
 
-class KeepFactors:
-    """Leaves the factors in the weight's store; sums them up once they would outgrow the gradient."""
+class SumFactors:
+    """Sums up in fp32 what would take more as factors, in the backward that brings it."""
 
     def __init__(self, backend: str = "auto"):
-        self._accumulate = partial(kernels.wgrad_accumulate, backend=backend)
+        self._write = partial(kernels.wgrad, backend=backend)
 
-    def __call__(self, owned: OwnedWeight, segments: list[tuple[Tensor, Tensor]]) -> None:
-        if owned.factors.outgrown():
-            owned.factors.expect_unchanged(owned.name)
-            owned.factors.fold(self._accumulate)
+    def __call__(self, owned: OwnedWeight, dy: Tensor, x: Tensor, task: int) -> None:
+        owned.factors.expect_unchanged(owned.name)
+        owned.factors.fold(self._write, dy, x, task)

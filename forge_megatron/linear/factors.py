@@ -1,16 +1,19 @@
 """The store of factors: a weight gradient that waits, kept as ``(dY, X)`` instead of ``dYᵀ X``.
 
 DESIGN section 4: when ``T (I + O) < I O`` keeping the factors is cheaper than keeping the gradient;
-several uses, or several micro-batches, are one longer token axis. Where the factors would outgrow an
-fp32 gradient they are folded into one accumulator, and from then on an eighth of it is the bound: a fold
-reads and writes the accumulator once for many small micro-batches, and a waiting weight never holds more
-than 9/8 of an fp32 gradient.
+several uses, or several micro-batches, are one longer token axis. Where the factors of a whole window would
+outgrow an fp32 gradient they are summed up in one accumulator, each pair in the backward that brings it, so that
+nothing is kept beside it: a waiting weight holds its factors or one fp32 gradient, whichever is smaller.
+
+A window is as long as ``accumulation_steps`` says, or as the one before. One that is longer, or whose later
+micro-batches have more tokens, changes from the one to the other on the way: one weight at a time has both while
+the kernel that sums its factors runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,7 +52,9 @@ class Kept:
         return "x" if self.swapped or is_lookup((self.dy, self.x)) else "dy"
 
 
-def _nbytes(factor: Tensor | FormedRows) -> int:
+def _nbytes(factor: Tensor | FormedRows | GroupedRows) -> int:
+    if isinstance(factor, GroupedRows):
+        factor = factor.rows
     return factor.nbytes() if isinstance(factor, FormedRows) else factor.numel() * factor.element_size()
 
 
@@ -104,8 +109,10 @@ class Factors:
         return [pair.segment for pair in self.kept]
 
     def nbytes(self) -> int:
-        held = sum(pair.nbytes() for pair in self.kept)
-        return held + (0 if self.accumulator is None else self._fp32_bytes)
+        return self._kept_bytes() + (0 if self.accumulator is None else self._fp32_bytes)
+
+    def _kept_bytes(self) -> int:
+        return sum(pair.nbytes() for pair in self.kept)
 
     def keep(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
         """Keeps one pair. A borrowed ``x`` is copied, for somebody else may write to it; see :func:`keep_apart`."""
@@ -120,27 +127,37 @@ class Factors:
         else:
             dy = _own(dy, False).detach()
         self.kept.append(Kept(dy, x, (_version(dy), x._version), task, bounds, swapped))
-        self.waited_as = "factors" if self.accumulator is None else "accumulator"
+        self.waited_as = "factors"
         self.most_bytes = max(self.most_bytes, self.nbytes())
 
-    def outgrown(self) -> bool:
-        """The pairs take more bytes than they may beside the accumulator, or in its place."""
-        bound = self._fp32_bytes if self.accumulator is None else self._fp32_bytes // 8
-        return sum(pair.nbytes() for pair in self.kept) > bound
-
-    def fold(self, accumulate) -> None:
-        """Replaces the pairs by their sum in an fp32 ``[O, I]`` accumulator.
+    def outgrown_by(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, coming: int) -> bool:
+        """Whether an fp32 sum takes less than the pairs with this one, and with those of the micro-batches to come.
 
         Args:
-            accumulate: ``accumulate(segments, accumulator)``, which adds ``Σ dYᵀ X``.
+            task: the graph task that the pair belongs to.
+            coming: micro-batches of the window that are still expected, each as large as this one so far.
         """
-        if self.accumulator is None:
-            device = self.kept[0].x.device
-            self.accumulator = torch.zeros(self._shape, dtype=torch.float32, device=device)
+        if self.accumulator is not None:
+            return True
+        new = _nbytes(dy) + _nbytes(x)
+        this = new + sum(pair.nbytes() for pair in self.kept if pair.task == task)
+        return self._kept_bytes() + new + coming * this > self._fp32_bytes
+
+    def fold(self, write: Callable[..., None], dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int) -> None:
+        """Adds one pair to the fp32 ``[O, I]`` accumulator; the first time also those that are kept, in their place.
+
+        Args:
+            write: ``write(segments, out, accumulator=)``, which writes ``Σ dYᵀ X``, with ``accumulator`` added.
+        """
+        total = self.accumulator
+        if total is None:
+            total = torch.empty(self._shape, dtype=torch.float32, device=x.device)
+        write([*self.segments, (dy, x)], total, accumulator=self.accumulator)
+        self.most_bytes = max(self.most_bytes, self._kept_bytes() + self._fp32_bytes)
+        self.accumulator = total
         self.waited_as = "accumulator"
-        self.most_bytes = max(self.most_bytes, self.nbytes())
-        accumulate(self.segments, self.accumulator)
         self.folded_tasks.update(pair.task for pair in self.kept)
+        self.folded_tasks.add(task)
         self.kept.clear()
 
     def drop_task(self, task: int) -> None:

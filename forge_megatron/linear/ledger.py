@@ -19,13 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron.linear.counts import raise_counts
 from forge_megatron.linear.factors import keep_apart
-from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
-from forge_megatron.linear.sink import Now, Sink
-
-WAY_OUT = (
-    "load a checkpoint before training on, or keep the half step with rollback(accept=True); with skip='atomic' a "
-    "window can be rolled back"
+from forge_megatron.linear.half_steps import (
+    WAY_OUT,
+    failed_after_updates,
+    rolled_back_after_updates,
+    scaled_updates,
+    zeroed_after_updates,
 )
+from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
+from forge_megatron.linear.sink import Later, Now
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -79,13 +81,13 @@ class Ledger:
 
     Args:
         now: the sink of a gradient that is complete in this graph task.
-        later: the sink that keeps factors until ``step()``.
+        later: the sink of factors that are not kept to ``step()`` as they are.
         waits: every weight waits (clipping, accumulation, a late scale).
         micro_batches: backward passes allowed between two steps; None: any number.
         client: weakly held; told before a backward changes anything.
     """
 
-    def __init__(self, now: Now, later: Sink, *, waits: bool, micro_batches: int | None, client: Client):
+    def __init__(self, now: Now, later: Later, *, waits: bool, micro_batches: int | None, client: Client):
         self.now = now
         self.later = later
         self.waits = waits
@@ -241,17 +243,22 @@ class Ledger:
         last = not owned.has_more_here(task)
         held = last and not owned.waits and not self.now.accepts(owned)
         if owned.waits or held or not last:
-            owned.factors.keep(dy, x, task, borrowed_x=borrowed)
-            if owned.waits:
-                self.later(owned, owned.factors.segments)
-            elif held:
+            if owned.factors.outgrown_by(dy, x, task, self._coming(owned) if owned.waits else 0):
+                self.later(owned, dy, x, task)
+            else:
+                owned.factors.keep(dy, x, task, borrowed_x=borrowed)
+            if held:
                 self.now.hold(owned)
-        elif not owned.factors.kept:
+        elif not owned.factors:
             self.now(owned, [(dy, x)])
         else:
             owned.factors.expect_unchanged(owned.name)
             self.now(owned, [*owned.factors.segments, (dy, x)])
             owned.factors.clear()
+
+    def _coming(self, owned: OwnedWeight) -> int:
+        """Micro-batches that this window is expected to have after the one that is running."""
+        return max(0, (self.micro_batches or owned.last_window) - owned.micro_batches)
 
     # ---- the pre-flight
 
@@ -343,42 +350,6 @@ class Ledger:
             keep_apart([owned.factors for owned in ended.wanted], task)
         if ended is not None and ended.wanted and not ended.nested and not self.waits:
             self.now.finish()
-
-
-def zeroed_after_updates(updated: str) -> str:
-    """What ``zero_grad()`` says of a weight that backward has updated."""
-    return (
-        f"zero_grad() after backward: {updated} has already been updated inside it; call step() first, or give "
-        "clip_grad_norm or accumulation_steps so that updates wait for step()"
-    )
-
-
-def rolled_back_after_updates(count: int, of: int, first: str) -> str:
-    """What stays an error after ``rollback()``: ``count`` weights of ``of`` were updated before it."""
-    return (
-        f"rolled back after backward had updated {count} of {of} weights (the first is {first}), which cannot be "
-        f"taken back; {WAY_OUT}"
-    )
-
-
-def failed_after_updates(count: int, of: int, first: str) -> str:
-    """What stays an error after a backward that raised between two updates."""
-    return f"the last backward failed after it had updated {count} of {of} weights (the first is {first}); {WAY_OUT}"
-
-
-def scaled_updates(updated: str | None) -> str:
-    """What an error says of GradScaler with weights that are stepped in backward.
-
-    Args:
-        updated: one that was updated since the last step.
-    """
-    error = (
-        "GradScaler needs every update to wait for step(), which unscales first; attach with skip='atomic', "
-        "clip_grad_norm= or accumulation_steps="
-    )
-    if updated is None:
-        return error
-    return f"{error}. {updated} has been updated with a scaled gradient; {WAY_OUT}"
 
 
 def _preflight(task: int, first: Use) -> None:

@@ -103,6 +103,7 @@ class OwnedWeight:
         updated: it has been stepped in this window.
         uncounted: it has, and ``step`` does not say so yet; the end of the backward makes it.
         micro_batches: of this window, that its gradient is the sum of so far.
+        last_window: of the last window that had any.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
     """
@@ -123,7 +124,7 @@ class OwnedWeight:
         self._shadow_version = weight._version
         self._layout = (weight.dtype, weight.device, weight.shape)
         self.bypassed = False
-        self.examined = 0
+        self.examined = self.micro_batches = self.last_window = 0
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
@@ -138,6 +139,7 @@ class OwnedWeight:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
         self.factors.clear()
         self.waits = self.updated = self.uncounted = False
+        self.last_window = self.micro_batches or self.last_window
         self.micro_batches = 0
         self.updated_version: int | None = None
 

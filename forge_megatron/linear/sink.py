@@ -23,6 +23,13 @@ class Sink(Protocol):
         """``segments``: ``(dY [T, O], X [T, I])`` of every use of the weight that is complete now."""
 
 
+class Later(Protocol):
+    """The sink of factors that take more than their sum: what waits for other uses, or for ``step()``."""
+
+    def __call__(self, owned: OwnedWeight, dy: Tensor, x: Tensor, task: int) -> None:
+        """Adds ``dYᵀ X`` of one use, which the graph task ``task`` brought, to what ``owned.factors`` holds."""
+
+
 class Now(Sink, Protocol):
     """The sink of a gradient whose last use on this rank has run."""
 
@@ -53,7 +60,8 @@ class FusedStep:
         # From here on, an interrupt leaves a weight that may have been stepped.
         owned.updated = True
         multiplier = None if self._scale == 1.0 else self._multiplier(owned.weight.device)
-        kernels.wgrad_step(owned.slot, segments, multiplier=multiplier, backend=self.backend)
+        summed = owned.factors.accumulator
+        kernels.wgrad_step(owned.slot, segments, accumulator=summed, multiplier=multiplier, backend=self.backend)
         owned.uncounted = True
         owned.mark_updated()
 
