@@ -1,8 +1,8 @@
 """Column- and row-parallel linears, and the vocabulary-parallel embedding, that step their weight inside backward.
 
 Drop-ins for ``megatron.core.tensor_parallel``'s of megatron-core 0.16 to 0.19: same constructor, same
-forward, same parameters and checkpoint keys. Where the weight is not owned by a FORGE optimizer they are
-Megatron's own modules, call for call.
+forward, same parameters and checkpoint keys. Where the weight is not owned by a FORGE optimizer, and while a
+gradient hook is registered on it, they are Megatron's own modules, call for call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from forge_megatron.linear import owner_of
+from forge_megatron.linear import has_gradient_hook, owner_of
 from forge_megatron.megatron.function import owned_parallel_linear
 from forge_megatron.vocab import owned_embedding
 
@@ -25,6 +25,10 @@ class _StepsInBackward:
     def _forward_impl(self, input: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
         owned = owner_of(weight)
         if owned is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        if has_gradient_hook(weight):
+            # Formed for the hook, and stepped from .grad: an owned weight has no main_grad to add it to.
+            kwargs["gradient_accumulation_fusion"] = False
             return super()._forward_impl(input, weight, *args, **kwargs)
         if kwargs.get("grad_output_buffer") is not None:
             raise NotImplementedError(
@@ -56,7 +60,7 @@ class ForgeVocabParallelEmbedding(VocabParallelEmbedding):
     """This rank's rows are stepped from its tokens' ids and gradients; those of other ranks' rows are left out."""
 
     def forward(self, input_: Tensor) -> Tensor:
-        if owner_of(self.weight) is None:
+        if owner_of(self.weight) is None or has_gradient_hook(self.weight):
             return super().forward(input_)
         ids, outside = input_, None
         if self.tp_group.size() > 1:
