@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forge_megatron.linear.owned import OwnedWeight, has_gradient_hook, owner_of
+from forge_megatron.linear.hooks import has_gradient_hook
+from forge_megatron.linear.owned import OwnedWeight, owner_of
 
 # Weak on both sides: neither a module nor an optimizer lives on because it was attached.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OwnedWeight]] = weakref.WeakKeyDictionary()

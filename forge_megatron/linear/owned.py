@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from forge_megatron.linear.factors import Factors
+from forge_megatron.linear.hooks import has_gradient_hook, watch_registrations
 from forge_megatron.linear.untraced import untraced
 
 if TYPE_CHECKING:
@@ -36,11 +38,6 @@ def owner_of(weight: Tensor) -> OwnedWeight | None:
     reference = _owners.get(id(weight))
     owned = reference() if reference is not None else None
     return owned if owned is not None and owned.weight is weight else None
-
-
-def has_gradient_hook(weight: Tensor) -> bool:
-    """Somebody wants to see or change the gradient of ``weight``, which must then be formed."""
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def in_backward() -> bool:
@@ -90,6 +87,17 @@ def _leaf_is_input(leaf: Tensor, *, captured: bool) -> bool:
         return captured
 
 
+def _asking(reference: weakref.ref[OwnedWeight]) -> Callable[[], None]:
+    """Asks the owner of a weight for as long as it is."""
+
+    def expect_none_open() -> None:
+        owned = reference()
+        if owned is not None and owner_of(owned.weight) is owned:
+            owned.expect_none_open()
+
+    return expect_none_open
+
+
 class OwnedWeight:
     """What FORGE knows of one weight between two steps.
 
@@ -128,6 +136,7 @@ class OwnedWeight:
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
+        watch_registrations(weight, _asking(weakref.ref(self)))
 
     def renew_ticket(self) -> None:
         """Makes the ticket's and the weight's nodes anew: autograd runs a leaf's on the stream that made it."""
@@ -241,11 +250,18 @@ class OwnedWeight:
                 f"{self.name}: was {self._layout} at attach and is {now}; move and cast the model first, then attach"
             )
         if has_gradient_hook(self.weight):
-            raise RuntimeError(
-                f"{self.name}: a gradient hook was registered between forward and backward, which keeps no gradient "
-                "that it could see; register it before the forward (of Megatron's linears: before the model is "
-                "prepared), which then forms this weight's gradient"
-            )
+            raise RuntimeError(self._hooked_too_late())
+
+    def expect_none_open(self) -> None:
+        """Raises before a gradient hook is registered while a forward's backward is still to come."""
+        if any(use.current and not use.executed for use in self.live_uses()):
+            raise RuntimeError(self._hooked_too_late())
+
+    def _hooked_too_late(self) -> str:
+        return (
+            f"{self.name}: a gradient hook between forward and backward, which keeps no gradient that it could see; "
+            "register it before the forward, which then forms this weight's gradient, or drop that forward's outputs"
+        )
 
     def mark_updated(self) -> None:
         """After its kernel was launched: a stale use must fail its version check."""

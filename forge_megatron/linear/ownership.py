@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize
 from forge_megatron.formats import Fp8Weight
 from forge_megatron.kernels import local
 from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
+from forge_megatron.linear.hooks import has_gradient_hook
 from forge_megatron.linear.modules import ForgeLinear
-from forge_megatron.linear.owned import has_gradient_hook
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
