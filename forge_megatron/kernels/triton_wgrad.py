@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats.code import as_bytes
+from . import triton_lookup
 from .grouped import first_of
 from .merge import MAX_SEGMENTS
 from .norms import add_up
@@ -250,6 +251,9 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> 
         slot, accumulator = first_of(slot), None if accumulator is None else accumulator[0]
     rows, columns = slot.weight.shape
     strides = shared_strides(slot)
+    if channels is None and triton_lookup.takes(segments):
+        triton_lookup.wgrad_step(slot, segments, accumulator, multiplier, strides)
+        return
     written = [tensor for _, tensor in slot.tensors()]
     launch = Launch(
         segments,
