@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_megatron.blocks_of_shards import allocate, decode, encode, format_for
 from forge_megatron.formats import FORMAT_KEYS, StateFormat, resolve_group, scale_name, state_format_of
-from forge_megatron.formats.code import scale_rows, scale_shape
+from forge_megatron.formats.code import SCALE_DTYPE, scale_rows, scale_shape
 from forge_megatron.formats.noise import VERSION
 from forge_megatron.formats.state import is_scale
 from forge_megatron.groups import rule_of
@@ -191,6 +191,11 @@ def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dic
     held = dict(entry)
     for name, value in entry.items():
         shape = getattr(value, "shape", None)
+        if is_scale(name) and value.dtype is not SCALE_DTYPE:
+            raise ValueError(
+                f"{optimizer.names[p]}: {name} is {value.dtype} in the checkpoint, which codes of an earlier version "
+                "have; resume with the forge_megatron that wrote it"
+            )
         if is_scale(name) and shape == scale_shape(p.shape) and not is_sharded(value):
             held[name] = value[scale_rows(p, optimizer.held_rows(p))]
         elif name in own and own[name].dim() and own[name].shape != shape == p.shape:

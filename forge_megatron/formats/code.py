@@ -12,6 +12,9 @@ from torch import Tensor
 #: Coordinates side by side in a row that share a scale; the last block of a row may be shorter.
 BLOCK = 64
 
+#: Of the scales of states and weights: a code's :attr:`Code.scale` has no more digits.
+SCALE_DTYPE = torch.bfloat16
+
 
 @dataclass(frozen=True)
 class Code:
@@ -22,8 +25,8 @@ class Code:
             of :func:`as_bytes`: languages agree on little that can be done with it.
         encode: ``(fp32 tile, scale) -> stored tile``, rounding to the nearest code.
         decode: ``(stored tile, scale) -> fp32 tile``.
-        scale: ``largest magnitude of a block -> its scale``, both fp32; None: there is no scale, and
-            ``encode`` and ``decode`` read none.
+        scale: ``largest magnitude of a block -> its scale``, both fp32, the latter a value of bfloat16; None: there
+            is no scale, and ``encode`` and ``decode`` read none.
     """
 
     dtype: torch.dtype
@@ -32,18 +35,18 @@ class Code:
     scale: Callable | None = None
 
     def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return codes of ``x``'s shape and scales ``[..., blocks]`` of an fp32 tensor."""
+        """Return codes of ``x``'s shape and scales ``[..., blocks]``, bfloat16, of an fp32 tensor."""
         if self.scale is None:
             return self.encode(x, None), None
         x = torch.atleast_1d(x)
         scale = self.scale(in_blocks(x.abs()).amax(-1))
-        return self.encode(x, spread(scale, x.shape[-1])).view(self.dtype), scale
+        return self.encode(x, spread(scale, x.shape[-1])).view(self.dtype), scale.to(SCALE_DTYPE)
 
     def load(self, stored: Tensor, scale: Tensor | None) -> Tensor:
         """Return what :meth:`store` stored, in fp32."""
         if self.scale is None:
             return self.decode(stored, None)
-        return self.decode(as_bytes(stored), spread(scale, stored.shape[-1] if stored.dim() else 1))
+        return self.decode(as_bytes(stored), spread(scale.float(), stored.shape[-1] if stored.dim() else 1))
 
 
 def as_bytes(stored: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """e4m3 codes with a scale for each block, a power of two: a state as it is, a second moment's root.
 
-The paper has one delayed scale a tensor. A scale a block costs 1/16 of a byte a coordinate and follows each
+The paper has one delayed scale a tensor. A scale a block costs 1/32 of a byte a coordinate and follows each
 step: a block is never clipped by what another was a step ago, and none lies below e4m3's 2^-9 because
 another is large. Powers of two cost no precision in a floating-point code. The root of a second moment has
 twice the range and half the relative error. Values beyond the largest code become that code.

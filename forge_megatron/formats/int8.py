@@ -1,10 +1,15 @@
 """8-bit codes whose steps grow with the value: squares for a signed state, fourth powers for the others.
 
-A code ``k`` stands for ``±(|k| / 127)²`` or ``(k / 255)⁴`` of the largest magnitude of its block. Steps near
-that magnitude are as fine as those of a linear code (a second moment's are 1.6 %), and the smallest step is
-2^-14 or 2^-32 of it, so that a coordinate beside one a thousand times larger keeps its own step. Roots and
-products round alike everywhere: the same codes on the CPU and the GPU. Code 0 is zero, and a second moment
-above 0 has a code above 0.
+A code ``k`` stands for ``±k²`` or ``k⁴`` of its block's scale, of which the block's largest magnitude is 127² or
+255⁴, rounded to bfloat16: by at most 0.2 %, which changes no code of that magnitude. Steps near it are as fine as
+those of a linear code (a second moment's are 1.6 %), and the smallest step is 2^-14 or 2^-32 of it, so that a
+coordinate beside one a thousand times larger keeps its own step. Code 0 is zero, and a second moment above 0 has a
+code above 0.
+
+A level is the last whose lower limit, half a level below it, is at most the root of the value; limits are compared
+as powers, whose rounding is the same everywhere. So the root itself may be an approximation, as long as it is off
+by less than a millionth, and the CPU and the GPU have the same codes. Whole numbers are read from the bits of a
+sum with 2^23: conversions take as long as eight other instructions.
 """
 
 from __future__ import annotations
@@ -15,41 +20,67 @@ from ..rules.bind import torch_language as tl
 from .code import Code
 
 
-def scale_of(largest):
-    """The largest magnitude itself; from 2^-90 on, so that nothing here is subnormal, and finite."""
+def part_of(largest, part):
+    """Of a magnitude that is finite and from 2^-90 on, so that nothing here is subnormal."""
     bounded = tl.where(largest < 3.4028234663852886e38, largest, 3.4028234663852886e38)
-    return tl.where(largest > 0.0, tl.where(bounded > 8.077935669463161e-28, bounded, 8.077935669463161e-28), 0.0)
+    bounded = tl.where(bounded > 8.077935669463161e-28, bounded, 8.077935669463161e-28)
+    return tl.where(largest > 0.0, tl.cast(tl.cast(bounded * part, tl.bfloat16), tl.float32), 0.0)
 
 
-def fraction(x, scale):
-    """``|x|`` in units of its block's largest, at most 1."""
-    ratio = tl.abs(x) * tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0))
-    return tl.where(ratio < 1.0, ratio, 1.0)
+def scale_of_signed(largest):
+    return part_of(largest, 1.0 / 16129.0)
+
+
+def scale_of_nonnegative(largest):
+    return part_of(largest, 1.0 / 4228250625.0)
+
+
+def inverse(scale):
+    return tl.div_rn(1.0, tl.where(scale > 0.0, scale, 1.0))
+
+
+def below(root):
+    """2^23 and the level whose middle is at most half a level above ``root``, or the level below that one."""
+    return root * 0.999999 + 8388608.0
+
+
+def middle(level):
+    """Half a level above what :func:`below` returned, exactly."""
+    return level - 8388607.5
 
 
 def encode_signed(x, scale):
-    root = tl.sqrt_rn(fraction(x, scale))
-    # A product of 127 that is rounded once, also where a compiler fuses it with the sum after it.
-    level = tl.floor(root * 128.0 - root + 0.5)
-    return tl.cast(tl.where(x < 0.0, -level, level), tl.int8)
+    square = tl.abs(x) * inverse(scale)
+    square = tl.where(square < 16129.0, square, 16129.0)
+    limit = middle(below(tl.sqrt(square)))
+    level = limit + tl.where(square >= limit * limit, 0.5, -0.5)
+    sign = tl.cast(x, tl.uint32, bitcast=True) & 0x80000000
+    level = tl.cast(tl.cast(level, tl.uint32, bitcast=True) | sign, tl.float32, bitcast=True)
+    return tl.cast(tl.cast(level + 12582912.0, tl.uint32, bitcast=True), tl.int8)
 
 
 def decode_signed(code, scale):
-    level = tl.cast(code, tl.float32) * (1.0 / 127.0)
+    level = tl.cast(tl.cast(code, tl.int32) + 0x4B400000, tl.float32, bitcast=True) - 12582912.0
     return level * tl.abs(level) * scale
 
 
 def encode_nonnegative(x, scale):
-    root = tl.sqrt_rn(tl.sqrt_rn(fraction(x, scale)))
-    level = tl.floor(root * 256.0 - root + 0.5)
-    return tl.cast(tl.where((x > 0.0) & (level < 1.0), 1.0, level), tl.uint8)
+    fourth = x * inverse(scale)
+    fourth = tl.where(fourth < 4228250625.0, fourth, 4228250625.0)
+    # What is not zero is at least at the lower limit of level 1.
+    fourth = tl.where(fourth > 0.0625, fourth, 0.0625)
+    level = below(tl.sqrt(tl.sqrt(fourth)))
+    limit = middle(level)
+    limit *= limit
+    level += tl.where((fourth >= limit * limit) & (x > 0.0), 1.0, 0.0)
+    return tl.cast(tl.cast(level, tl.uint32, bitcast=True), tl.uint8)
 
 
 def decode_nonnegative(code, scale):
-    level = tl.cast(code, tl.float32) * (1.0 / 255.0)
+    level = tl.cast(code, tl.float32)
     square = level * level
     return square * square * scale
 
 
-SIGNED = Code(torch.int8, encode_signed, decode_signed, scale_of)
-NONNEGATIVE = Code(torch.uint8, encode_nonnegative, decode_nonnegative, scale_of)
+SIGNED = Code(torch.int8, encode_signed, decode_signed, scale_of_signed)
+NONNEGATIVE = Code(torch.uint8, encode_nonnegative, decode_nonnegative, scale_of_nonnegative)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..rules.bind import torch_language as tl
 from . import fp8, int8
-from .code import Code, scale_shape
+from .code import SCALE_DTYPE, Code, scale_shape
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class StateFormat:
         """Return a state full of ``value`` for ``weight``, with its shape, strides and device, and its scales.
 
         Returns:
-            ``{name: codes}``, and with scales also ``{scale_name(name): fp32 [..., blocks]}``.
+            ``{name: codes}``, and with scales also ``{scale_name(name): bfloat16 [..., blocks]}``.
         """
         code = self.code(nonnegative=nonnegative)
         stored = torch.empty_like(weight, dtype=code.dtype, requires_grad=False)
         if not self.is_scaled:
             return {name: stored.fill_(value)}
-        scale = torch.zeros(scale_shape(weight.shape), device=weight.device)
+        scale = torch.zeros(scale_shape(weight.shape), dtype=SCALE_DTYPE, device=weight.device)
         if value == 0.0:
             return {name: stored.zero_(), scale_name(name): scale}
         codes, scales = code.store(torch.full(weight.shape, value, device=weight.device))

@@ -22,7 +22,7 @@ class Fp8Weight(Tensor):
 
     Attributes:
         codes: e4m3, of the weight's shape, contiguous.
-        scales: fp32 ``[..., blocks]``, powers of two.
+        scales: bfloat16 ``[..., blocks]``, powers of two.
     """
 
     codes: Tensor

@@ -31,7 +31,7 @@ ROWS = 128
 
 #: Elements that one program steps.
 BLOCK = 2048
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 def supports(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None) -> bool:
@@ -64,6 +64,7 @@ def dense_step_kernel(
     CODES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     GROUPED: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -71,7 +72,7 @@ def dense_step_kernel(
     blocks = ()
     has_block = None
     if len(scales) > 0 or weight_scale is not None:
-        offset, inside, block, has_block, begin = by_blocks(program.to(tl.int64), size, columns, BLOCK)
+        offset, inside, block, has_block, begin = by_blocks(program.to(tl.int64), size, columns, BLOCK, WHOLE)
         for index in tl.static_range(len(scales)):
             blocks = blocks + (scales[index] + block,)
         if weight_scale is not None:
@@ -191,6 +192,7 @@ class _DenseStep:
             "CODES": compiled_codes(slot),
             "N_SCALARS": slot.rule.n_scalars,
             "GROUPED": slot.noise is not None and slot.noise.is_grouped,
+            "WHOLE": slot.weight.shape[-1] % 64 == 0,
             "BLOCK": BLOCK,
         }
         compiled = dense_step_kernel[self.grid](**arguments, num_warps=NUM_WARPS)

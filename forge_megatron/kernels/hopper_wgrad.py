@@ -18,7 +18,7 @@ from .merge import MAX_SEGMENTS, merge_segments
 from .norms import add_up
 from .prepared import prepare
 from .slot import Segment, Slot
-from .triton_language import TL_DTYPES, compiled_update
+from .triton_language import TL_DTYPES, Named, compiled_update
 
 #: What the kernel's arguments have room for.
 MAX_STATES = 3
@@ -270,7 +270,7 @@ def constants(
     first = 1 if (slot is None and not add) or (slot is not None and slot.master is not None) else 0
     loaded = sum(tensor.element_size() for tensor in held[first:])
     return {
-        "RULE": None if slot is None else (compiled_update(slot.rule), slot.rule.n_scalars),
+        "RULE": None if slot is None else Named((compiled_update(slot.rule), slot.rule.n_scalars)),
         "ADD": add,
         "OPERAND": TL_DTYPES[segments[0][0].dtype],
         "TILE": (config.block_o, config.block_i, config.sub_i, config.slots),

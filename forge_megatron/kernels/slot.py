@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Noise, StateFormat, state_format, state_format_of
-from ..formats.code import Code, scale_shape
+from ..formats.code import SCALE_DTYPE, Code, scale_shape
 from ..formats.noise import WORDS
 from ..formats.weight import Fp8Weight
 from ..rules import Rule
@@ -37,8 +37,8 @@ class Slot:
         norm_sq: 0-dim fp32 tensor that receives the sum of squares of the gradient, before the
             multiplier; None where it is not wanted.
         name: what errors call the weight.
-        scales: fp32, one tensor a state, contiguous, of its blocks; none where the states' format has none.
-        weight_scale: fp32, of the weight's blocks, where :func:`of_codes` put an ``Fp8Weight``'s codes in its place.
+        scales: bfloat16, one tensor a state, contiguous, of its blocks; none where the states' format has none.
+        weight_scale: bfloat16, of its blocks, where :func:`of_codes` put the codes of an ``Fp8Weight``.
         noise: where the random bits are that round a weight of bf16 or codes stochastically; None: to nearest.
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
@@ -178,7 +178,7 @@ def _check_codes(slot: Slot) -> None:
         if state.dtype is not code.dtype:
             raise TypeError(f"{slot.name}: {name} is {state.dtype}, in format {fmt.name} it is {code.dtype}")
     for name, scale in zip(slot.rule.states, slot.scales, strict=False):
-        _check_fp32(slot.name, f"the scale of {name}", scale, scale_shape(slot.weight.shape), slot.weight.device)
+        _check_scale(slot, f"the scale of {name}", scale)
 
 
 def _check_weight_codes(slot: Slot) -> None:
@@ -187,7 +187,13 @@ def _check_weight_codes(slot: Slot) -> None:
         raise TypeError(f"{slot.name}: a weight of codes is e4m3 and rounded stochastically; it is {_describe(weight)}")
     if not all(tensor.is_contiguous() for _, tensor in slot.tensors()):
         raise ValueError(f"{slot.name}: the codes of a weight and its states must be contiguous")
-    _check_fp32(slot.name, "the scale of the weight", slot.weight_scale, scale_shape(weight.shape), weight.device)
+    _check_scale(slot, "the scale of the weight", slot.weight_scale)
+
+
+def _check_scale(slot: Slot, name: str, scale: Tensor) -> None:
+    shape, device = scale_shape(slot.weight.shape), slot.weight.device
+    if scale.dtype is not SCALE_DTYPE or scale.shape != shape or scale.device != device:
+        raise ValueError(f"{slot.name}: {name} is {_describe(scale)}, expected {list(shape)} bfloat16 on {device}")
 
 
 def _check_noise(slot: Slot) -> None:

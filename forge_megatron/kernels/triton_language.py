@@ -110,9 +110,18 @@ def compiled_update(rule: Rule):
     return compiled(rule.update)
 
 
-def compiled_codes(slot: Slot) -> tuple:
+class Named(tuple):
+    """A constant of a kernel that holds Triton functions. A plain tuple's part in the name under which Triton keeps
+    the compiled kernel on disk has their names alone: a kernel of what they were before would be found there."""
+
+    @property
+    def cache_key(self) -> str:
+        return str([getattr(each, "cache_key", each) for each in self])
+
+
+def compiled_codes(slot: Slot) -> Named:
     """Return ``(decode, encode)``, and ``scale`` where there is one, of each state as Triton functions."""
     if "codes" not in slot.memo:
         functions = ((code.decode, code.encode, *([code.scale] if code.scale else [])) for code in slot.codes())
-        slot.memo["codes"] = tuple(tuple(map(compiled, each)) for each in functions)
+        slot.memo["codes"] = Named(Named(map(compiled, each)) for each in functions)
     return slot.memo["codes"]

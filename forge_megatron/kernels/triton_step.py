@@ -54,6 +54,7 @@ def multi_tensor_step_kernel(
     NOISY: tl.constexpr,
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -74,12 +75,12 @@ def multi_tensor_step_kernel(
         columns = tl.load(row + 8)
         if ALIGNED:
             columns = tl.multiple_of(columns, 16)
-        offset, inside, block, has_block, begin = by_blocks(own, size, columns, BLOCK)
+        offset, inside, block, has_block, begin = by_blocks(own, size, columns, BLOCK, WHOLE)
         # Addresses end with those of the states' scales, or of the weight's, or of both.
         if WEIGHT_SCALED:
-            weight_scale = pointer(row, COLUMNS - 1, tl.float32, False) + block
+            weight_scale = pointer(row, COLUMNS - 1, tl.bfloat16, False) + block
         for index in tl.static_range(SCALED_STATES):
-            scale = pointer(row, 9 + len(STATES) + MASTER + index, tl.float32, False)
+            scale = pointer(row, 9 + len(STATES) + MASTER + index, tl.bfloat16, False)
             scales = scales + (scale + block,)
         if NOISY:
             bits = block_bits(pointer(row, 7, tl.int64, False), begin, BLOCK // 64, GROUPED)
@@ -166,6 +167,7 @@ def _kind(slot: Slot, grad: Tensor) -> tuple:
         slot.weight_scale is not None,
         None if slot.noise is None else slot.noise.is_grouped,
         all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and row % 16 == 0,
+        row % 64 == 0,
     )
     return _kinds.setdefault(kind, kind)
 
@@ -181,6 +183,7 @@ def _launch(
     weight_scaled,
     grouped,
     aligned,
+    whole,
     slots,
     grads,
     rows,
@@ -210,6 +213,7 @@ def _launch(
         NOISY=grouped is not None,
         GROUPED=bool(grouped),
         ALIGNED=aligned,
+        WHOLE=scaled and whole,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

@@ -39,6 +39,7 @@ torch_language = SimpleNamespace(
     float32=torch.float32,
     float8e4nv=torch.float8_e4m3fn,
     int8=torch.int8,
+    int32=torch.int32,
     uint8=torch.uint8,
     uint16=torch.int16,
     uint32=torch.int64,

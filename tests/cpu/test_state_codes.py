@@ -32,6 +32,20 @@ def test_every_code_survives_decoding_and_encoding(code):  # field log row 99
             assert torch.equal(values, -values.flip(0))
 
 
+@pytest.mark.parametrize(("name", "root", "top"), [("int8-signed", 2, 127), ("int8-nonnegative", 4, 255)])
+def test_a_level_is_the_nearest_root(name, root, top):
+    """Between levels as at their limits, half a level from either; the largest of a block is the top level."""
+    code = CODES[name]
+    limits = (torch.arange(top, dtype=torch.float64) + 0.5) ** root
+    x = torch.cat([torch.rand(1 << 16).double() * top**root, limits * (1 - 1e-6), limits * (1 + 1e-6)])
+    for largest in (1.37e-9, 1.0, 2.9e4):
+        scale = code.scale(torch.tensor(largest))
+        assert abs(scale.item() * top**root / largest - 1) <= 2.0**-8
+        stored = raw(code.encode((x * scale.item()).float(), scale.expand(x.shape))).double()
+        assert torch.equal(stored, (x.float().double() ** (1 / root)).round().clamp(min=root == 4))
+        assert raw(code.encode(torch.tensor([largest]), scale.expand(1))).item() == top
+
+
 @codes
 def test_the_interpreted_kernels_have_the_same_codes(code):
     code_cases.assert_kernels_agree(code, "cpu")
@@ -291,6 +305,19 @@ def test_a_checkpoint_keeps_codes_and_scales(backend, name):  # field log row 10
     expect_bit_equal(bits_of(*straight), bits_of(*run(resumed, optimizer, range(2, 4))))
 
 
+def test_scales_of_an_earlier_version_are_refused():
+    _, saved = trained("int8", 2, "reference")
+    model, optimizer = trained("int8", 1, "reference")
+    state_dict = saved.state_dict()
+    entry = state_dict["state"][0]
+    state_dict["state"][0] = {**entry, "exp_avg_scale": entry["exp_avg_scale"].float()}
+    before = bits_of(model, optimizer)
+    for convert in (False, True):
+        with pytest.raises(ValueError, match=r"0\.weight: exp_avg_scale is torch\.float32 .* of an earlier version"):
+            optimizer.load_state_dict(state_dict, convert=convert)
+    expect_bit_equal(before, bits_of(model, optimizer))
+
+
 @formats
 def test_another_format_is_loaded_on_request_and_told(name):
     fmt = state_format(name)
@@ -356,8 +383,8 @@ def test_bytes_and_the_recipes_formats():
         model = mlp(100, 64, 4).bfloat16()
         optimizer = forge.attach(model, lr=1e-3, recipe=recipe)
         rows = {row.name: row for row in optimizer.coverage}
-        assert rows["0.weight"].state_bytes == 2 * (64 * 100 + 4 * 64 * 2)
-        assert rows["2.bias"].state_bytes == 2 * (4 + 4)
+        assert rows["0.weight"].state_bytes == 2 * (64 * 100 + 2 * 64 * 2)
+        assert rows["2.bias"].state_bytes == 2 * (4 + 2)
         assert state_format_of(optimizer.state[model[0].weight]["exp_avg_sq"]).name == name
         assert resolve_recipe(torch.bfloat16, recipe)[1].name == "nearest"
 
