@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from .backend import WGRAD_ONLY, resolve_backend
 from .choice import adds_by_hopper, choose_for
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
+
+if TYPE_CHECKING:
+    from .measured import Reading
 
 #: ``launch(slot, segments, accumulator, multiplier)``
 Launch = Callable[[Slot, Sequence[Segment], Tensor | None, Tensor | None], None]
@@ -91,6 +95,49 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
             hopper.wgrad_write(segments, out, accumulator)
             return
     _module(resolve_backend(out.device, backend), "wgrad").wgrad_write(segments, out, accumulator)
+
+
+def forms_alone(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> bool:
+    """Whether :func:`wgrad_write` forms such a gradient better than a kernel that measures it too."""
+    return backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator)
+
+
+def measure(
+    reading: Reading,
+    segments: Sequence[Segment],
+    accumulator: Tensor | None,
+    multiplier: Tensor | None,
+    out: Tensor | None,
+    backend: str,
+) -> list[Tensor]:
+    """Return what ``reading`` asks of ``multiplier * (sum of dY^T X + accumulator)``, by one walk over it.
+
+    Args:
+        out: fp32, contiguous: receives the gradient before the multiplier. None: it is not formed in memory.
+
+    Returns:
+        fp32, a number for each of ``reading.over``, with the dimensions that they were reduced over of extent 1; those
+        of this part of the weight.
+    """
+    module = _module(resolve_backend(reading.scalars.device, backend), "measure")
+    if not module.measures(reading):
+        module = _module("reference", "measure")
+    return module.measure(reading, segments, accumulator, multiplier, out)
+
+
+def measured_step(
+    slot: Slot, gradient: Tensor, multiplier: Tensor | None, factors: Sequence[Tensor], backend: str
+) -> None:
+    """Step one weight of any shape from a gradient in memory and what was measured of it.
+
+    Args:
+        factors: fp32, contiguous, of extent 1 along the dimensions in which they do not vary; the update reads them
+            after its scalars.
+    """
+    module = _module(resolve_backend(slot.weight.device, backend), "measure")
+    if not module.steps(slot):
+        module = _module("reference", "measure")
+    module.measured_step(slot, gradient, multiplier, factors)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:

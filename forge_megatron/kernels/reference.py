@@ -16,6 +16,7 @@ from ..formats.noise import random_bits
 from ..formats.philox import round_stochastically
 from ..rules.bind import bind, torch_language
 from .lookups import Lookups, is_lookup
+from .measured import Reading
 from .slot import Segment, Slot
 
 #: Elements of the gradient that exist at once: large enough for a full-speed GEMM, small enough
@@ -51,6 +52,41 @@ def wgrad_write(segments, out, accumulator) -> None:
     segments, lookups = _fp32_inputs(segments)
     for rows in _row_blocks(out.shape):
         out.data[rows] = _wgrad(segments, lookups, accumulator, rows, out)
+
+
+def measures(reading: Reading) -> bool:
+    return True
+
+
+def steps(slot: Slot) -> bool:
+    return True
+
+
+def measure(reading: Reading, segments, accumulator, multiplier, out) -> list[Tensor]:
+    grad = accumulator
+    if segments:
+        wgrad_write(segments, out, accumulator)
+        grad = out
+    grad = grad.float()
+    if reading.norm_sq is not None:
+        reading.norm_sq.data.copy_(_sum_of_squares(grad))
+    if multiplier is not None:
+        grad = grad * multiplier
+    weight = grad if reading.weight is None else reading.weight.float()
+    values = bind(reading.values, torch_language)(grad, weight, (*reading.scalars.unbind(), *reading.factors))
+    numbers = []
+    for (index, dims), share in zip(reading.over, reading.shares, strict=True):
+        value = values[index]
+        if dims and reading.largest and value.numel():
+            value = value.amax(dims, keepdim=True)
+        elif dims:
+            value = value.sum(dims, keepdim=True).mul_(share)
+        numbers.append(value)
+    return numbers
+
+
+def measured_step(slot: Slot, gradient: Tensor, multiplier, factors: Sequence[Tensor]) -> None:
+    _apply(slot, (), gradient.float(), multiplier, factors)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier) -> None:
@@ -92,7 +128,7 @@ def _scaled(grad: Tensor, channels: Tensor | None, rows: slice) -> Tensor:
     return grad * (channels[rows] if channels.shape[1] == 1 else channels)
 
 
-def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
+def _apply(slot: Slot, rows, grad: Tensor, multiplier, factors: Sequence[Tensor] = ()) -> None:
     """Step the coordinates ``rows`` of ``slot`` with ``grad``, which may be overwritten."""
     first = rows.start * slot.weight.shape[1] if rows else 0
     rule = slot.rule
@@ -110,8 +146,11 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier) -> None:
     if weight_scale is not None:
         source = WEIGHT.load(weight, weight_scale)
     old = tuple(code.load(state, scale).view(grad.shape) for code, state, scale in stored)
-    new_weight, new_states = update(grad, source.float(), old, slot.scalars.unbind())
+    new_weight, new_states = update(grad, source.float(), old, (*slot.scalars.unbind(), *factors))
     finite = torch.isfinite(grad)
+    if factors:
+        # The update reads more than its coordinate: one that it would leave not finite is left alone too.
+        finite &= torch.isfinite(new_weight)
     blocks = None
     if slot.is_scaled:
         # A block is one number of many digits: all of it is stepped, or none.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..rules.stages import STORE_GRADIENT, Stage
 from ..rules.whole import WHOLE
-from . import fused
+from . import fused, measured
 from .slot import Segment, Slot
 
 #: Elements up to which the scratches of several weights exist at once, so that they share launches.
@@ -37,6 +37,10 @@ def wgrad_steps(
     backend: str,
 ) -> None:
     """Step the matrices of one stack from their gradients' factors."""
+    if _measures_gradient(slots[0]):
+        for slot, *gradient in zip(slots, segments, accumulators, multipliers, strict=True):
+            measured.wgrad_step(slot, *gradient, backend)
+        return
     stack = _scratch(slots)
     epilogue = _store if slots[0].rule.stages.epilogue is STORE_GRADIENT else fused.wgrad_step
     for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
@@ -48,6 +52,10 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
     """Step weights of one device from gradients that are in memory."""
     for indices in _batches(slots):
         batch = [slots[index] for index in indices]
+        if _measures_gradient(batch[0]):
+            for slot, index in zip(batch, indices, strict=True):
+                measured.step(slot, grads[index], multiplier, backend)
+            continue
         stack = _scratch(batch)
         epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
         fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
@@ -83,8 +91,16 @@ def _scratch(batch: Sequence[Slot]) -> Tensor:
     return torch.full((len(batch), *weight.shape), math.nan, dtype=torch.float32, device=weight.device)
 
 
+def _measures_gradient(slot: Slot) -> bool:
+    """Whether the gradient itself is what is measured: no state is updated before."""
+    return bool(slot.rule.stages.measures) and slot.rule.stages.epilogue is STORE_GRADIENT
+
+
 def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
-    if stack.numel() or batch[0].whole is not WHOLE:
+    if batch[0].rule.stages.measures:
+        for slot, u in zip(batch, stack, strict=True):
+            measured.finish(slot, u, backend)
+    elif stack.numel() or batch[0].whole is not WHOLE:
         fused.step(list(map(_applied, batch)), _directions(batch, stack), None, backend)
 
 

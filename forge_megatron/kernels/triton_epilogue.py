@@ -25,6 +25,7 @@ def step_coordinates(
     bits,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
+    MEASURED: tl.constexpr = False,
 ):
     """Step the coordinates that the pointers name by their gradient.
 
@@ -38,6 +39,7 @@ def step_coordinates(
         has_block: where there is a block.
         h: the rule's scalars.
         bits: uint32, to round the weight stochastically, or None.
+        MEASURED: the update reads more than its coordinate: one that it would leave not finite is left alone too.
         CODES: ``(decode, encode)`` of each state, and ``scale`` where there are scales.
     """
     IN_BLOCKS: tl.constexpr = weight_scale is not None or len(scales) > 0
@@ -56,6 +58,8 @@ def step_coordinates(
             scale = tl.load(scales[index], mask=has_block, other=0.0).to(tl.float32)[:, None]
         old = old + (CODES[index][0](tl.load(states[index], mask=inside, other=0), scale),)
     new_w, new = UPDATE(g, w, old, h)
+    if MEASURED:
+        g = tl.where(is_finite(tl.where(inside, new_w, 0.0)), g, float("nan"))
     # What is finite changes layout through shared memory: here, and not before the loads, which would wait for that.
     if IN_BLOCKS:
         # A block is one number of many digits: all of it is stepped, or none. What is not finite is NaN times zero.

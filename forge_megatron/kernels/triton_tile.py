@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .triton_language import INTERPRETED, dot_fp32, is_finite
 
 #: Tokens of one step of a sum over lookups: a tile of an embedding has few, and their addresses take registers.
 LOOKUPS = tl.constexpr(16)
+
+#: What there is one number of: each row, each column, a whole matrix.
+PER_ROW, PER_COLUMN, OF_ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -148,6 +154,27 @@ def channel_factors(channels, row, column, O, I, BLOCK_O: tl.constexpr, BLOCK_I:
     else:
         columns = column + tl.arange(0, BLOCK_I)
         return tl.load(channels + columns, mask=columns < I, other=0.0)[None, :]
+
+
+def kinds_of(factors: Sequence[Tensor]) -> tuple[int, ...]:
+    """What each factor of a matrix, ``[O, 1]``, ``[1, I]`` or ``[1, 1]``, has one number of."""
+    kinds = PER_ROW.value, PER_COLUMN.value, OF_ALL.value
+    return tuple(kinds[0 if f.shape[0] > 1 else 1 if f.shape[1] > 1 else 2] for f in factors)
+
+
+@triton.jit
+def load_factors(h, factors, row, column, O, I, KINDS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """``h`` and what each factor has for a tile."""
+    for index in tl.static_range(len(KINDS)):
+        if KINDS[index] == PER_ROW:
+            rows = row + tl.arange(0, BLOCK_O)
+            h = h + (tl.load(factors[index] + rows, mask=rows < O, other=1.0)[:, None],)  # noqa: RUF005 - Triton has no unpacking
+        elif KINDS[index] == PER_COLUMN:
+            columns = column + tl.arange(0, BLOCK_I)
+            h = h + (tl.load(factors[index] + columns, mask=columns < I, other=1.0)[None, :],)  # noqa: RUF005
+        else:
+            h = h + (tl.load(factors[index]),)  # noqa: RUF005 - Triton has no unpacking
+    return h
 
 
 @triton.jit

@@ -32,6 +32,8 @@ from .triton_tile import (
     column_parts,
     gradient_tile,
     in_range,
+    kinds_of,
+    load_factors,
     locate,
     of_expert,
     tile_position,
@@ -67,12 +69,14 @@ def wgrad_step_kernel(
     noise,
     multiplier,
     channels,
+    factors,
     partials,
     O,
     I,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
     N_SCALARS: tl.constexpr,
+    FACTORS: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -146,7 +150,22 @@ def wgrad_step_kernel(
                 scaled = scaled + (scales[index] + block,)  # noqa: RUF005 - Triton has no unpacking
             if weight_scale is not None:
                 weight_scaled = weight_scale + block
-        step_coordinates(g, inside, weights, weight_scaled, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
+        known = load_factors(h, factors, row, first, O, I, FACTORS, BLOCK_O, WIDTH)
+        step_coordinates(
+            g,
+            inside,
+            weights,
+            weight_scaled,
+            masters,
+            stored,
+            scaled,
+            has_block,
+            known,
+            bits,
+            UPDATE,
+            CODES,
+            len(FACTORS) > 0,
+        )
     if partials is not None:
         tl.store(partials + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), sum_of_squares)
 
@@ -244,8 +263,12 @@ def wgrad_write_kernel(
     tl.store(out + corner + offset, round_to(g, out.dtype.element_ty), mask=inside)
 
 
-def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> None:
-    """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked."""
+def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None, factors=()) -> None:
+    """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked.
+
+    Args:
+        channels, factors: as :func:`fused.wgrad_step` and :func:`fused.measured_step` have them.
+    """
     experts = slot.weight.shape[0] if slot.weight.dim() == 3 else None
     if experts is not None:
         slot, accumulator = first_of(slot), None if accumulator is None else accumulator[0]
@@ -280,12 +303,14 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> 
             None if slot.noise is None else slot.noise.words,
             multiplier,
             channels,
+            tuple(factors),
             partials,
             rows,
             columns,
             UPDATE=compiled_update(slot.rule),
             CODES=compiled_codes(slot),
             N_SCALARS=slot.rule.n_scalars,
+            FACTORS=kinds_of(factors),
             GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
             PARTS=launch.parts,
             BY_ROW=_by_row(channels),
@@ -335,11 +360,20 @@ def _by_row(channels: Tensor | None) -> bool:
     return channels is not None and channels.shape[1] == 1
 
 
-def shared_strides(slot: Slot) -> tuple[int, ...]:
-    """Return the one stride of the states and the master of ``slot``; the weight may differ."""
+def has_shared_strides(slot: Slot) -> bool:
+    """Whether the states and the master of ``slot`` have one layout."""
+    return len(_used_strides(slot)[1]) == 1
+
+
+def _used_strides(slot: Slot) -> tuple[list[Tensor], set[tuple[int, ...]]]:
     others = [tensor for name, tensor in slot.tensors() if name != "weight"] or [slot.weight]
     # The stride of a dimension of size 1 is never used, and torch sets it as it likes.
-    used = {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in others}
+    return others, {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in others}
+
+
+def shared_strides(slot: Slot) -> tuple[int, ...]:
+    """Return the one stride of the states and the master of ``slot``; the weight may differ."""
+    others, used = _used_strides(slot)
     if len(used) > 1:
         raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
     return others[0].stride()

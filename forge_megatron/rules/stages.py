@@ -2,8 +2,10 @@
 
 A step has three. The **epilogue** is a fused rule on the tile of the gradient, with a scratch of the weight's
 shape in the weight's place: regime 2 updates its states there and leaves the direction, regime 3 leaves the
-gradient. The **matrix** stage is torch on that one scratch. **Apply** is a fused rule again, with the
-direction in the gradient's place, so masters and weight stores are what they are for every rule.
+gradient. What comes next reads more than a coordinate: **measures** are means or largest values over rows, columns
+or the whole of that scratch, the first of them taken while a tile of the gradient is formed; a **matrix**
+stage is torch on the scratch. **Apply** is a fused rule again, with the scratch in the gradient's place and what was
+measured among its hyperparameters, so masters and weight stores are what they are for every rule.
 
 A scratch begins as NaN and a coordinate whose gradient is not finite is never written, so that it reaches the
 matrix stage as NaN. What a matrix stage mixes is then NaN everywhere, and apply keeps the whole weight.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +48,63 @@ class Stage:
     stages: ClassVar[None] = None
 
 
+def numbers_are_factors(numbers, statistics, h, layer):
+    return (), numbers
+
+
+def no_factors(statistics: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return ()
+
+
+class Layer(NamedTuple):
+    """The whole weight, whatever part of it is here.
+
+    Attributes:
+        shape: its shape.
+        dtype: of the numbers that are stepped: the master's, where there is one.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Numbers of the rows, the columns or the whole of one layer, which a rule reads.
+
+    A number is the mean over some dimensions, or with ``largest`` the largest, of what one coordinate gives.
+
+    Attributes:
+        values: ``(u, w, h) -> (value, ...)``, what each coordinate gives, on fp32 tiles of any shape and with ``tl``
+            as a rule's ``update`` has it. ``u`` is what the epilogue left; ``h`` are the scalars after the epilogue's,
+            then the factors so far, each of extent 1 in the dimensions along which it does not vary.
+        over: ``number of the weight's dimensions -> ((index of a value, dimensions that it is reduced over), ...)``.
+        settle: ``(numbers, statistics, h, layer) -> (new statistics, factors)``, in torch: the numbers keep their
+            reduced dimensions, and are those of the whole weight, as the statistics are, and the factors that it
+            gives to later measures and to apply. New statistics replace the old ones after the step.
+        reads_weight: ``values`` reads ``w``, the weight or its master; otherwise ``w`` is ``u``.
+        largest: the values are not negative, and the largest counts.
+    """
+
+    values: Callable
+    over: Callable[[int], tuple[tuple[int, tuple[int, ...]], ...]]
+    settle: Callable = numbers_are_factors
+    reads_weight: bool = False
+    largest: bool = False
+
+
 @dataclass(frozen=True)
 class Stages:
     """How a rule runs.
 
-    The rule's scalars are those of the epilogue, then the matrix stage's own, then apply's.
+    The rule's scalars are those of the epilogue, then the matrix stage's own, then apply's. With measures, apply reads
+    all that the epilogue does not, then the factors.
 
     Attributes:
         epilogue: on G, with the scratch as its weight.
         apply: on the direction, with the weight as its weight.
+        measures: what is measured of the scratch, one after another, in the place of a matrix stage.
+        given: ``statistics -> factors`` that the first measure reads already.
         transform: ``[..., O, I] -> [..., O, I]``, fp32, of the scratch alone: equal shapes are stacked.
         reads: what ``transform`` rounds the scratch to before anything else.
         direct: ``(u, w, states, statistics, h, whole) -> direction``, fp32, where the matrix stage reads more: the
@@ -66,10 +116,22 @@ class Stages:
 
     epilogue: Stage
     apply: Stage
+    measures: tuple[Measure, ...] = ()
+    given: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = no_factors
     transform: Callable[[Tensor], Tensor] | None = None
     reads: torch.dtype = torch.float32
     direct: Callable | None = None
     projection: Projection | None = None
+
+
+def over_all(count: int) -> Callable:
+    """``over`` of a measure each of whose ``count`` values has one number of the whole weight."""
+    return lambda dims: tuple((index, tuple(range(dims))) for index in range(count))
+
+
+def over_rows_and_columns(dims: int) -> tuple:
+    """``over`` of a measure that has a number of each row and each column, and of a vector of each coordinate."""
+    return ((0, (-1,)), (0, (-2,))) if dims > 1 else ((0, ()),)
 
 
 def store_gradient(g, w, states, h):

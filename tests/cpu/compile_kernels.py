@@ -6,6 +6,7 @@ with Triton.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -84,6 +85,8 @@ ELEMENTWISE = [
 ]
 #: Rules whose stages are compiled: every kind of epilogue and of apply.
 STAGED = ("muon", "lamb", "lars")
+#: Those whose measures are: of rows, of rows and columns, of the whole, largest values.
+MEASURED = ("adam_mini", "adafactor", "adalomo", "lamb", "lars", "sm3")
 
 
 class Hopper:
@@ -149,8 +152,12 @@ def main() -> None:
     from forge_megatron.kernels import (
         GroupedRows,
         Slot,
+        choice,
         cublas_wgrad,
+        fused,
+        regimes,
         softmax,
+        staged,
         triton_norms,
         triton_softmax,
         triton_step,
@@ -205,15 +212,30 @@ def main() -> None:
         cublas_wgrad.dense_step(slot((512, 512), storage), torch.zeros(512, 512), torch.zeros(()))
     for name in STAGED:
         label = f"stage of {name}"
-        staged = get(name).variant(get(name).resolve({"lr": 1.0}))
-        for stage, weight in ((staged.stages.epilogue, FP32), (staged.stages.apply, BF16)):
+        stages = get(name).variant(get(name).resolve({"lr": 1.0})).stages
+        for stage, weight in ((stages.epilogue, FP32), (stages.apply, BF16)):
             states = tuple(torch.zeros(2048, 2048, dtype=BF16) for _ in stage.states)
             scalars, norm = torch.zeros(stage.n_scalars), torch.zeros(())
             half = Slot(stage, torch.zeros(2048, 2048, dtype=weight), states, scalars, norm_sq=norm)
-            if stage is staged.stages.apply:
+            if stages.measures and stage is stages.apply:
+                continue
+            if stage is stages.apply:
                 triton_step.step([half], [torch.zeros(2048, 2048)], None)
             else:
                 triton_wgrad.wgrad_step(half, [(torch.zeros(512, 2048, dtype=BF16),) * 2], None, torch.zeros(()))
+    choice.resolve_backend = fused.resolve_backend = lambda device, backend: backend
+    for name, shape in itertools.product(MEASURED, ((2048, 2048), (333, 101))):
+        rule = get(name).variant(get(name).resolve({"lr": 1.0}))
+        states = tuple(torch.zeros(shape, dtype=BF16) for _ in rule.states)
+        group = rule.resolve({"lr": 1.0})
+        statistics = tuple(map(torch.zeros, rule.statistics(group, torch.Size(shape)).values()))
+        half = Slot(rule, torch.zeros(shape, dtype=BF16), states, torch.zeros(rule.n_scalars), statistics=statistics)
+        half.norm_sq = torch.zeros(())
+        segments = [tuple(torch.zeros(512, extent, dtype=BF16) for extent in shape)]
+        label = f"formed and measured by {name}{' odd' if shape[1] % 16 else ''}"
+        staged.wgrad_step(half, segments, None, torch.zeros(()), "triton")
+        label = label.replace("formed and measured", "measured")
+        regimes.step([half], [torch.zeros(shape)], torch.zeros(()), "triton")
     for channels in (torch.zeros(2048, 1), torch.zeros(1, 2048)):
         label = f"channels {list(channels.shape)}"
         apply = get("apollo").variant(get("apollo").resolve({"lr": 1.0})).stages.apply

@@ -1,6 +1,7 @@
 """Rules that read more than their own coordinate, 20 steps from ``.grad``, against torch.optim, packages and fp64."""
 
 import functools
+import sys
 
 import oracles
 import oracles_staged
@@ -83,6 +84,37 @@ register(
 """
 
 
+#: The same, by what it measures.
+MEASURED_UNIT = """
+from forge_megatron.rules import Rule, Stage, Stages, register
+from forge_megatron.rules import torch_language as tl
+from forge_megatron.rules.stages import STORE_GRADIENT, Measure, over_all
+
+
+def settle(numbers, statistics, h, layer):
+    return (), (numbers[0] * layer.shape.numel(),)
+
+
+def update(g, w, states, h):
+    return w - h[0] * g / tl.sqrt(h[1]), states
+
+
+MEASURE = Measure(lambda g, w, h: (g * g,), over_all(1), settle)
+STAGES = Stages(STORE_GRADIENT, Stage("unit", (), 1, update), measures=(MEASURE,))
+
+register(
+    Rule(
+        name="unit",
+        regime="deferred",
+        states=(),
+        defaults={},
+        scalars=lambda group, step: (float(group["lr"]),),
+        stages_for=lambda group: STAGES,
+    )
+)
+"""
+
+
 def ids(cases):
     return [f"{index}-{case[0]}" for index, case in enumerate(cases)]
 
@@ -141,11 +173,13 @@ def test_twenty_steps_equal_fp64(name, oracle, hyperparameters, shapes):
         assert expect_states(optimizer.state[p], state) == list(state)
 
 
-def test_a_rule_in_stages_is_one_short_file(tmp_path, monkeypatch):
-    (tmp_path / "unit.py").write_text(UNIT)
-    assert len(UNIT.splitlines()) < 30
+@pytest.mark.parametrize("source", [UNIT, MEASURED_UNIT], ids=["matrix stage", "measure"])
+def test_a_rule_in_stages_is_one_short_file(source, tmp_path, monkeypatch):
+    (tmp_path / "unit.py").write_text(source)
+    assert len(source.splitlines()) < 30
     monkeypatch.setattr("forge_megatron.rules.deferred.__path__", [str(tmp_path)])
     monkeypatch.setattr(rule, "_registry", dict(rule._registry))
+    sys.modules.pop("forge_megatron.rules.deferred.unit", None)
     params = weights(WITH_VECTOR)
     optimizer = ForgeOptimizer(params, "unit", lr=0.5)
     wanted = [p.detach().double() for p in params]

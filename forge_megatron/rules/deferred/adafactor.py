@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
+from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, root_numel, settle, sign_of
+from ..stages import STORE_GRADIENT, Measure, Stage, Stages, over_all, over_rows_and_columns, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -40,36 +40,44 @@ def statistics_for(group: Mapping, shape: torch.Size) -> dict[str, tuple[int, ..
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     lr = float(group["lr"])
     own = (step ** float(group["beta2_decay"]), min(lr, step**-0.5), float(group["eps"][1]), float(group["d"]))
-    return (*own, sign_of(group), 1.0 - lr * float(group["weight_decay"]), 1.0)
+    return (*own, sign_of(group), 1.0 - lr * float(group["weight_decay"]))
 
 
-def sum_of_squares(g: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(g, dim=dim, keepdim=True).square_()
+def squares(g, w, h):
+    return (g * g,)
 
 
-def direct(u, w, states, statistics, h, whole, eps1):
-    share, relative_step, eps2, d, sign = h[:5]
-    eps1 = torch.finfo(w.dtype).eps if eps1 is None else eps1
-    if len(statistics) == 1:
-        (squares,) = whole.sums((u.square(), ()))
-        new = (torch.lerp(statistics[0], squares, share),)
-        variance = whole.part(new[0]).clone()
-    else:
-        sums = whole.sums(*((sum_of_squares(u, dim), (dim,)) for dim in (-1, -2)))
-        means = (sum.div_(whole.shape(u)[dim]) for dim, sum in zip((-1, -2), sums, strict=True))
-        new = tuple(torch.lerp(old, mean, share) for old, mean in zip(statistics, means, strict=True))
-        variance = whole.part(new[0]) * whole.part(new[1])
-        variance.div_(new[0].mean(dim=-2, keepdim=True).clamp_(min=eps1))
-    update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(u)
-    size, weight_norm = whole.norms(update, w)
-    alpha = torch.maximum(eps2, weight_norm / root_numel(w, whole)) * relative_step
-    alpha = alpha * sign / torch.clamp(size / (root_numel(u, whole) * d), min=1.0)
-    return update.mul_(alpha * settle(statistics, new, size))
+def settle(numbers, statistics, h, layer, eps1):
+    eps1 = torch.finfo(layer.dtype).eps if eps1 is None else eps1
+    new = tuple(torch.lerp(old, mean, h[0]) for old, mean in zip(statistics, numbers, strict=True))
+    least = torch.full_like(h[0], eps1 * eps1)
+    if len(new) == 1:
+        return new, (new[0], torch.ones_like(h[0]), least)
+    row, column = new
+    return new, (row / row.mean(dim=-2, keepdim=True).clamp_(min=eps1), column, least)
+
+
+def direction(g, h):
+    return g / tl.sqrt(tl.maximum(h[6] * h[7], h[8]))
+
+
+def sizes(g, w, h):
+    u = direction(g, h)
+    return u * u, w * w
+
+
+def update(g, w, states, h):
+    relative_step, eps2, d, sign, decay = h[1], h[2], h[3], h[4], h[5]
+    size = tl.sqrt(h[9]) / d
+    step_size = tl.maximum(eps2, tl.sqrt(h[10])) * relative_step * sign / tl.where(size > 1.0, size, 1.0)
+    return tl.fma(direction(g, h), -step_size, w * decay), states
 
 
 @functools.cache
 def stages(eps1: float | None) -> Stages:
-    return Stages(STORE_GRADIENT, STEP_DECAYED, direct=functools.partial(direct, eps1=eps1))
+    factored = Measure(squares, over_rows_and_columns, functools.partial(settle, eps1=eps1))
+    apply = Stage("adafactor", (), 6, update)
+    return Stages(STORE_GRADIENT, apply, measures=(factored, Measure(sizes, over_all(2), reads_weight=True)))
 
 
 register(

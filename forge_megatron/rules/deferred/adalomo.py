@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 import torch
 
+from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stages, root_numel, settle, sign_of
+from ..stages import STORE_GRADIENT, Measure, Stage, Stages, over_all, over_rows_and_columns, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -40,31 +41,43 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
         float(group["lr"]),
         float(group["weight_decay"]),
         sign_of(group),
-        1.0,
-        1.0,
     )
 
 
-def direct(u, w, states, statistics, h, whole):
-    share, eps1, eps2, threshold, lr, weight_decay, sign = h[:7]
-    squares = u.square().add_(eps1)
-    if len(statistics) == 1:
-        (squares,) = whole.sums((squares, ()))
-        new = (torch.lerp(statistics[0], squares, share),)
-        update = whole.part(new[0]).rsqrt().mul_(u)
-    else:
-        sums = whole.sums(*((squares.sum(dim, keepdim=True), (dim,)) for dim in (-1, -2)))
-        means = (sum.div_(whole.shape(u)[dim]).squeeze(dim) for dim, sum in zip((-1, -2), sums, strict=True))
-        new = tuple(torch.lerp(old, mean, share) for old, mean in zip(statistics, means, strict=True))
-        row = (new[0] / new[0].mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-        update = torch.mul(whole.part(row), whole.part(new[1].unsqueeze(-2)).rsqrt(), out=squares).mul_(u)
-    size, weight_size = (norm / root_numel(u, whole) for norm in whole.norms(update, w))
-    step_size = lr * torch.maximum(eps2, weight_size) * settle(statistics, new, size)
-    update.mul_(step_size * sign / torch.clamp(size / threshold, min=1.0))
-    return update.addcmul_(w.float(), step_size * weight_decay)
+def squares(g, w, h):
+    return (g * g + h[1],)
 
 
-STAGES = Stages(STORE_GRADIENT, STEP_DECAYED, direct=direct)
+def settle(numbers, statistics, h, layer):
+    new = tuple(torch.lerp(old, mean.view(old.shape), h[0]) for old, mean in zip(statistics, numbers, strict=True))
+    if len(new) == 1:
+        return new, (new[0], torch.ones_like(h[0]))
+    row, column = new
+    return new, ((row / row.mean(dim=-1, keepdim=True)).unsqueeze(-1), column.unsqueeze(-2))
+
+
+def direction(g, h):
+    return g / (tl.sqrt(h[7]) * tl.sqrt(h[8]))
+
+
+def sizes(g, w, h):
+    u = direction(g, h)
+    return u * u, w * w
+
+
+def update(g, w, states, h):
+    eps2, threshold, lr, weight_decay, sign = h[2], h[3], h[4], h[5], h[6]
+    size = tl.sqrt(h[9]) / threshold
+    step_size = lr * tl.maximum(eps2, tl.sqrt(h[10]))
+    clipped = step_size * sign / tl.where(size > 1.0, size, 1.0)
+    return tl.fma(direction(g, h), -clipped, w * (1.0 - step_size * weight_decay)), states
+
+
+STAGES = Stages(
+    STORE_GRADIENT,
+    Stage("adalomo", (), 7, update),
+    measures=(Measure(squares, over_rows_and_columns, settle), Measure(sizes, over_all(2), reads_weight=True)),
+)
 
 register(
     Rule(

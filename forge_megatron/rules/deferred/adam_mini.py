@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, Stage, Stages, settle, sign_of
+from ..stages import STORE_GRADIENT, Measure, Stage, Stages, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -47,26 +46,33 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     return (1.0 - beta1, sign_of(group), *own, 1.0 - lr * float(group["weight_decay"]), lr)
 
 
+def squares(g, w, h):
+    return (g * g,)
+
+
+def over_rows(dims: int) -> tuple:
+    return ((0, tuple(range(1, dims)) if dims > 1 else tuple(range(dims))),)
+
+
+def settle(numbers, statistics, h, layer):
+    ((old,), (rows,)) = statistics, numbers
+    of_blocks = rows.view(-1) if rows.numel() == old.numel() else rows.view(old.numel(), -1).mean(dim=1)
+    new = torch.lerp(old, of_blocks, h[2])
+    return (new,), (new.repeat_interleave(rows.numel() // new.numel()).view(rows.shape),)
+
+
 def update(g, w, states, h):
-    weight, sign = h
-    return g, (tl.fma(g * sign - states[0], weight, states[0]),)
+    weight, sign, _, correction1, correction2_sqrt, eps, decay, lr, exp_avg_sq = h
+    exp_avg = tl.fma(g * sign - states[0], weight, states[0])
+    below = (tl.sqrt(exp_avg_sq) / correction2_sqrt + eps) * correction1
+    return tl.fma(exp_avg / below, -lr, w * decay), (exp_avg,)
 
 
-def direct(u, w, states, statistics, h, whole):
-    weight, correction1, correction2_sqrt, eps = h[2:6]
-    blocks = statistics[0].numel()
-    others = tuple(range(1, u.dim()))
-    squares = u.square()
-    (rows,) = whole.sums((squares.sum(others, keepdim=True) if others else squares, others))
-    means = rows.view(blocks, -1).sum(dim=1).mul_(blocks / whole.shape(u).numel())
-    new = torch.lerp(statistics[0], means, weight)
-    poison = settle(statistics, (new,), new.sum())
-    factor: Tensor = poison / ((new.sqrt() / correction2_sqrt + eps) * correction1)
-    of_rows = factor.repeat_interleave(rows.numel() // blocks).view(rows.shape)
-    return torch.mul(states[0], whole.part(of_rows), out=u)
-
-
-STAGES = Stages(Stage("adam_mini", ("exp_avg",), 2, update), STEP_DECAYED, direct=direct)
+STAGES = Stages(
+    STORE_GRADIENT,
+    Stage("adam_mini", ("exp_avg",), 8, update),
+    measures=(Measure(squares, over_rows, settle),),
+)
 
 register(
     Rule(

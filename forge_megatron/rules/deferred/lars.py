@@ -14,7 +14,10 @@ import torch
 
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stage, Stages, sign_of
+from ..stages import STORE_GRADIENT, Measure, Stage, Stages, over_all, sign_of
+
+#: How many numbers :func:`scalars` returns.
+N_SCALARS = 8
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -30,32 +33,42 @@ def states_for(group: Mapping) -> tuple[str, ...]:
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     own = (float(group["trust_coefficient"]), float(group["weight_decay"]), sign_of(group))
     lr, momentum = float(group["lr"]), float(group["momentum"])
-    if not momentum:
-        return (*own, 1.0, lr)
     of_d, of_buffer = (1.0, momentum) if group["nesterov"] else (0.0, 1.0)
     return (*own, momentum, 1.0 - float(group["dampening"]), of_d, of_buffer, lr)
 
 
-def update(u, w, states, h):
-    momentum, share, of_d, of_buffer, lr = h
-    buffer = tl.fma(u, share, states[0] * momentum)
-    return tl.fma(tl.fma(buffer, of_buffer, u * of_d), -lr, w), (buffer,)
+def squares(g, w, h):
+    return g * g, w * w
 
 
-def direct(u, w, states, statistics, h, whole):
-    coefficient, weight_decay, sign = h[:3]
-    if u.dim() < 2:
-        return u.mul_(sign)
-    weight_norm, gradient_norm = whole.norms(w, u)
-    below = gradient_norm + weight_decay * weight_norm
-    ratio = torch.where((weight_norm == 0) | (below == 0), 1.0, coefficient * weight_norm / below)
-    return u.mul_(sign).addcmul_(w.float(), weight_decay).mul_(ratio)
+def settle(numbers, statistics, h, layer):
+    if not numbers:
+        nothing = torch.zeros_like(h[1])
+        return (), (nothing, nothing, nothing)
+    return (), (*numbers, h[1])
+
+
+def update(g, w, states, h):
+    coefficient, _, sign, momentum, share, of_d, of_buffer, lr, gradient_square, weight_square, weight_decay = h
+    weight_norm = tl.sqrt(weight_square)
+    below = tl.sqrt(gradient_square) + weight_decay * weight_norm
+    ratio = tl.where((weight_norm == 0) | (below == 0), 1.0, coefficient * weight_norm / below)
+    d = tl.fma(w, weight_decay, g * sign) * ratio
+    if len(states) == 0:
+        return tl.fma(d, -lr, w), states
+    else:
+        buffer = tl.fma(d, share, states[0] * momentum)
+        return tl.fma(tl.fma(buffer, of_buffer, d * of_d), -lr, w), (buffer,)
+
+
+def of_matrices(dims: int) -> tuple:
+    return over_all(2)(dims) if dims > 1 else ()
 
 
 @functools.cache
 def stages(with_momentum: bool) -> Stages:
-    apply = Stage("lars", ("momentum_buffer",), 5, update) if with_momentum else STEP_DECAYED
-    return Stages(STORE_GRADIENT, apply, direct=direct)
+    apply = Stage("lars", ("momentum_buffer",) if with_momentum else (), N_SCALARS, update)
+    return Stages(STORE_GRADIENT, apply, measures=(Measure(squares, of_matrices, settle, reads_weight=True),))
 
 
 register(

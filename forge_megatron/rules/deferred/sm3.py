@@ -15,7 +15,7 @@ import torch
 
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, STORE_GRADIENT, Stage, Stages, settle, sign_of
+from ..stages import STORE_GRADIENT, Measure, Stage, Stages, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
@@ -36,35 +36,47 @@ def statistics_for(group: Mapping, shape: torch.Size) -> dict[str, tuple[int, ..
 
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
-    own = (float(group["beta"]), float(group["eps"]), sign_of(group))
-    lr = float(group["lr"])
-    return (*own, 1.0 - float(group["momentum"]), lr) if group["momentum"] else (*own, 1.0, lr)
+    beta, share = float(group["beta"]), 1.0 - float(group["momentum"])
+    of_least, of_square = (beta, 1.0 - beta) if beta else (1.0, 1.0)
+    return (of_least, of_square, float(group["eps"]), sign_of(group), share, float(group["lr"]))
 
 
-def update(u, w, states, h):
-    share, lr = h
-    momentum = tl.fma(u - states[0], share, states[0])
-    return tl.fma(momentum, -lr, w), (momentum,)
+def second_moment(g, h):
+    least = h[6]
+    for index in tl.static_range(7, len(h)):
+        least = tl.minimum(least, h[index])
+    return tl.fma(g * g, h[1], least * h[0])
 
 
-def direct(u, w, states, statistics, h, whole, keeps_largest):
-    beta, eps, sign = h[:3]
-    parts = [whole.part(accumulator) for accumulator in statistics]
-    least = functools.reduce(torch.minimum, parts[1:], parts[0].clone())
-    v = least.mul_(beta).addcmul_(u.square(), 1.0 - beta) if keeps_largest else least.addcmul_(u, u)
-    all_others = [tuple(dim for dim in range(v.dim()) if dim != index) for index in range(len(statistics))]
-    largest = torch.amax if v.numel() else torch.sum  # a rank may have no rows
-    new = whole.maxima(*((largest(v, others, keepdim=True) if others else v, others) for others in all_others))
+def values(g, w, h):
+    return (second_moment(g, h),)
+
+
+def update(g, w, states, h):
+    eps, sign, share, lr = h[2], h[3], h[4], h[5]
+    direction = g * sign / tl.sqrt(second_moment(g, h) + eps)
+    if len(states) == 0:
+        return tl.fma(direction, -lr, w), states
+    else:
+        momentum = tl.fma(direction - states[0], share, states[0])
+        return tl.fma(momentum, -lr, w), (momentum,)
+
+
+def over_each_dimension(dims: int) -> tuple:
+    return tuple((0, tuple(dim for dim in range(dims) if dim != own)) for own in range(max(1, dims)))
+
+
+def settle(numbers, statistics, h, layer, keeps_largest):
     if keeps_largest:
-        new = [torch.maximum(accumulator, now) for accumulator, now in zip(statistics, new, strict=True)]
-    poison = settle(statistics, tuple(new), new[0].sum())
-    return v.add_(eps).rsqrt_().mul_(u).mul_(sign * poison)
+        numbers = tuple(map(torch.maximum, statistics, numbers))
+    return numbers, ()
 
 
 @functools.cache
 def stages(with_momentum: bool, keeps_largest: bool) -> Stages:
-    apply = Stage("sm3", ("momentum_buffer",), 2, update) if with_momentum else STEP_DECAYED
-    return Stages(STORE_GRADIENT, apply, direct=functools.partial(direct, keeps_largest=keeps_largest))
+    apply = Stage("sm3", ("momentum_buffer",) if with_momentum else (), 6, update)
+    largest = Measure(values, over_each_dimension, functools.partial(settle, keeps_largest=keeps_largest), largest=True)
+    return Stages(STORE_GRADIENT, apply, measures=(largest,), given=lambda statistics: statistics)
 
 
 register(

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from ..bind import torch_language as tl
 from ..rule import Rule, register
-from ..stages import STEP_DECAYED, Stage, Stages, sign_of
+from ..stages import Measure, Stage, Stages, over_all, sign_of
 
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     correction1, correction2 = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
     epilogue = (1.0 - beta1, beta2, 1.0 - beta2, correction1, correction2**0.5, float(group["eps"]), sign_of(group))
-    return (*epilogue, float(group["weight_decay"]), 1.0, float(group["lr"]))
+    return (*epilogue, float(group["weight_decay"]), float(group["lr"]))
 
 
 def update(g, w, states, h):
@@ -32,15 +30,22 @@ def update(g, w, states, h):
     return exp_avg / correction1 / (tl.sqrt(exp_avg_sq) / correction2_sqrt + eps), (exp_avg, exp_avg_sq)
 
 
-def direct(u, w, states, statistics, h, whole):
-    u.addcmul_(w.float(), h[7])
-    weight_norm, norm_of_u = whole.norms(w, u)
-    # Asked this way round, a NaN in u reaches the ratio, and so every coordinate.
-    either_is_zero = (weight_norm == 0) | (norm_of_u == 0)
-    return u.mul_(torch.where(either_is_zero, 1.0, weight_norm / norm_of_u))
+def sizes(r, w, h):
+    u = tl.fma(w, h[0], r)
+    return u * u, w * w
 
 
-STAGES = Stages(Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update, ("exp_avg_sq",)), STEP_DECAYED, direct=direct)
+def apply(r, w, states, h):
+    weight_decay, lr, size, weight_size = h
+    ratio = tl.where((size == 0) | (weight_size == 0), 1.0, tl.sqrt(weight_size) / tl.sqrt(size))
+    return tl.fma(tl.fma(w, weight_decay, r), -lr * ratio, w), states
+
+
+STAGES = Stages(
+    Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update, ("exp_avg_sq",)),
+    Stage("lamb", (), 2, apply),
+    measures=(Measure(sizes, over_all(2), reads_weight=True),),
+)
 
 register(
     Rule(
