@@ -23,7 +23,7 @@ from forge_megatron.megatron.conversion import Conversion, conversion_of, conver
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.domains import Domain
 from forge_megatron.megatron.head import fuse, models_with_head
-from forge_megatron.megatron.matrices import expect_matrices, expect_steppable_by_rows, groups_of
+from forge_megatron.megatron.matrices import expect_matrices, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
 from forge_megatron.megatron.rule import hyperparameters, megatrons
@@ -137,8 +137,6 @@ def get_forge_optimizer(
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
-    if domains.dense().sharding(facts) == "states":
-        expect_steppable_by_rows(_rule(config, options))
     expect_matrices(_rule(config, options), _owned(conversions))
     waits = _choose_update(options.update, reasons_to_wait(facts))
 

@@ -19,20 +19,6 @@ from forge_megatron.rules.whole import WHOLE, Whole
 _HIDDEN_ONLY = frozenset({"muon", "galore", "apollo", "apollo_mini"})
 
 
-def expect_steppable_by_rows(rule: Rule) -> None:
-    """Raises where data-parallel ranks each step some rows, and a step reads more than one coordinate.
-
-    Raises:
-        NotImplementedError: names the rule.
-    """
-    if rule.regime != "fused":
-        others = ", ".join(name for name in rules.available() if rules.get(name).regime == "fused")
-        raise NotImplementedError(
-            f"--forge-rule {rule.name} reads whole matrices; use one of {others}, or leave --use-distributed-optimizer "
-            "out, with which a data-parallel rank has some rows of the states"
-        )
-
-
 def expect_matrices(rule: Rule, owned: Sequence[Tensor]) -> None:
     """Raises where a rule that reads a whole weight would read all the experts that a rank has as one.
 
