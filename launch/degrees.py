@@ -71,10 +71,6 @@ def check_experts(recipe: Recipe) -> None:
         raise RecipeError("parallel.sequence", "experts beside parallel.tensor above 1 need it: set it to true")
     if model.expert_ffn_hidden_size is not None:
         divides(recipe, "model.expert_ffn_hidden_size", parallel.tensor, "parallel.tensor")
-    if parallel.expert > 1 and parallel.distributed_optimizer:
-        raise RecipeError("parallel.distributed_optimizer", f"not built with parallel.expert={parallel.expert}")
-    if parallel.expert > 1 and parallel.pipeline > 1:
-        raise RecipeError("parallel.pipeline", f"{parallel.pipeline}: not built with parallel.expert={parallel.expert}")
     ranks = parallel.data * parallel.context
     if ranks % parallel.expert:
         raise RecipeError(

@@ -179,7 +179,7 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "expert_model_parallel_size", SUPPORTED, "experts are stepped in backward, or summed over exactly the ranks "
-        "that hold them, over which the distributed optimizer shards their states; not with pipeline stages",
+        "that hold them, over which the distributed optimizer shards their states",
         _EXPERTS, _above("expert_model_parallel_size"),
     ),
     Switch(
@@ -286,12 +286,6 @@ def check(facts: Facts) -> None:
         NotImplementedError: one line for each refused switch that is on: its value and the way out.
     """
     refused = [f"{switch.name}={value!r}: {switch.why}" for switch, value in switched_on(REFUSED, facts)]
-    experts, stages = (facts.get(f"{kind}_model_parallel_size", 1) for kind in ("expert", "pipeline"))
-    if experts > 1 and stages > 1:
-        refused.append(
-            f"pipeline_model_parallel_size={stages} with expert_model_parallel_size={experts}: not tested yet; set one "
-            "of them to 1"
-        )
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
         raise NotImplementedError(f"FORGE does not train with these Megatron switches yet:\n{lines}")

@@ -91,8 +91,6 @@ def test_a_good_recipe_passes(load, override):
         ([*EXPERTS, "model.bias=true"], "model.bias", "experts"),
         ([*EXPERTS, "run.reorder=true"], "run.reorder", "experts"),
         ([*EXPERTS, "parallel.sequence=false"], "parallel.sequence", "experts"),
-        ([*EXPERTS, "parallel.expert=2", "parallel.pipeline=2"], "parallel.pipeline", "parallel.expert=2"),
-        ([*EXPERTS, "parallel.expert=2", *SHARDED], "parallel.distributed_optimizer", "parallel.expert=2"),
         (["optimizer.warmup_steps=10"], "optimizer.warmup_steps", "10 decay steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
         (["data.synthetic=false"], "data.train", "launch.prepare"),

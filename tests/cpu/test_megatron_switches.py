@@ -52,12 +52,6 @@ def facts(**switches) -> Facts:
     return Facts(configs)
 
 
-def test_experts_of_several_ranks_in_stages_are_refused():
-    check(facts(expert_model_parallel_size=2))
-    with pytest.raises(NotImplementedError, match="pipeline_model_parallel_size=2 with expert_model_parallel_size=2"):
-        check(facts(expert_model_parallel_size=2, pipeline_model_parallel_size=2))
-
-
 @pytest.mark.parametrize("name", REFUSED_NAMES)
 def test_refused_by_name(name):
     value = ON.get(name, True)

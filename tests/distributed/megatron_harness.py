@@ -147,7 +147,8 @@ def build_chunks(case: Case, seed: int = 7) -> list:
     torch.manual_seed(seed)
     one_process = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
     whole = _model(replace(case, tied=False), transformer_config(replace(case, model={**case.model, **one_process})))
-    initial = dict(whole.named_parameters())
+    names = global_names(whole)
+    initial = {names[name]: parameter for name, parameter in whole.named_parameters()}
     config = transformer_config(case)
     count = config.virtual_pipeline_model_parallel_size or 1
     chunks = []
@@ -389,9 +390,10 @@ def load(session: Run, folder: str) -> None:
 
 
 def owned_state(session: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Name to state of the weights that FORGE steps."""
-    optimizer = session.optimizer.chained_optimizers[0]
+    """Name to state of the weights that FORGE steps, experts too."""
     return {
-        optimizer.layout.names[p]: {key: value.clone() for key, value in state.items()}
-        for p, state in optimizer.forge.state.items()
+        one.layout.names[p]: {key: value.clone() for key, value in state.items()}
+        for one in session.optimizer.chained_optimizers
+        if hasattr(one, "forge")
+        for p, state in one.forge.state.items()
     }

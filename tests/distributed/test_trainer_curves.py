@@ -82,17 +82,26 @@ def test_context_parallel_ranks_train_the_same_sequences(kind, standard, data, t
     assert all(norm == pytest.approx(norms[step], rel=2e-5) for step, norm in job.grad_norms().items())
 
 
-def test_expert_parallel_ranks_train_as_those_that_have_all_experts(data, tmp_path):
-    """Megatron's optimizer with every expert on both data-parallel ranks, and FORGE with half of them on each."""
-    experts = ("model.num_experts=4", "model.expert_ffn_hidden_size=32", "model.expert_aux_loss=0.01")
-    ranks = ("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "run.steps=10")
-    all_local = Job(tmp_path / "all", data, (*experts, *ranks, "optimizer.use_forge=false"))
-    all_local.run()
-    apart = Job(tmp_path / "apart", data, (*experts, *ranks, "parallel.expert=2", "optimizer.use_forge=true"))
-    apart.run()
-    assert gap(apart.losses(), all_local.losses()) <= 2e-6
-    norms = all_local.grad_norms()
-    assert all(norm == pytest.approx(norms[step], rel=2e-5) for step, norm in apart.grad_norms().items())
+EXPERTS = ("model.num_experts=4", "model.expert_ffn_hidden_size=32", "model.expert_aux_loss=0.01")
+OVER_DATA = ("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "run.steps=10")
+
+
+@pytest.fixture(scope="module")
+def all_experts(data, tmp_path_factory):
+    """Megatron's optimizer with every expert on both data-parallel ranks."""
+    job = Job(tmp_path_factory.mktemp("all"), data, (*EXPERTS, *OVER_DATA, "optimizer.use_forge=false"))
+    job.run()
+    return job
+
+
+@pytest.mark.parametrize("beside", [None, "parallel.distributed_optimizer=true", "parallel.pipeline=2"])
+def test_expert_parallel_ranks_train_as_those_that_have_all_experts(beside, all_experts, data, tmp_path):
+    """FORGE with half of them on each of two ranks, of each of two stages."""
+    job = Job(tmp_path, data, (*EXPERTS, *OVER_DATA, "parallel.expert=2", "optimizer.use_forge=true"))
+    job.run(*([beside] if beside else []), ranks=4 if beside == "parallel.pipeline=2" else 2)
+    assert gap(job.losses(), all_experts.losses()) <= 2e-6
+    norms = all_experts.grad_norms()
+    assert all(norm == pytest.approx(norms[step], rel=2e-5) for step, norm in job.grad_norms().items())
 
 
 @pytest.mark.parametrize(
