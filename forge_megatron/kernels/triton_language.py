@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..rules import Rule, bind
+from . import triton_device
 from .slot import Slot
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -102,7 +103,7 @@ def compiled(function: FunctionType):
     if INTERPRETED.value:
         # A kernel that is interpreted is Python, and so is what it calls.
         return bind(function, _InterpretedLanguage())
-    return bind(function, tl, triton.jit)
+    return bind(function, triton_device, triton.jit)
 
 
 def compiled_update(rule: Rule):

@@ -167,7 +167,7 @@ def _kind(slot: Slot, grad: Tensor) -> tuple:
         slot.weight_scale is not None,
         None if slot.noise is None else slot.noise.is_grouped,
         all(tensor.data_ptr() % 16 == 0 for tensor in tensors) and row % 16 == 0,
-        row % 64 == 0,
+        slot.is_scaled and row % 64 == 0,
     )
     return _kinds.setdefault(kind, kind)
 
@@ -213,7 +213,7 @@ def _launch(
         NOISY=grouped is not None,
         GROUPED=bool(grouped),
         ALIGNED=aligned,
-        WHOLE=scaled and whole,
+        WHOLE=whole,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

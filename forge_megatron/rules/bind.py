@@ -25,6 +25,7 @@ torch_language = SimpleNamespace(
     abs=torch.abs,
     cast=_cast,
     div_rn=lambda x, y: x / y,
+    fdiv=lambda x, y: x / y,
     floor=torch.floor,
     fma=lambda x, y, z: torch.addcmul(z, x, y),
     maximum=torch.maximum,

@@ -33,7 +33,7 @@ def update(g, w, states, h):
     lr, weight_decay, eps, sign = h
     g = tl.fma(w, weight_decay, g * sign)
     total = tl.fma(g, g, states[0])
-    w = w - lr * g / (tl.sqrt(total) + eps)
+    w = w - tl.fdiv(lr * g, tl.sqrt(total) + eps)
     return w, (total,)
 
 

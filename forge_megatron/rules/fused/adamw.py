@@ -56,8 +56,8 @@ def update(g, w, states, h):
     else:
         largest = exp_avg_sq
         states = (exp_avg, exp_avg_sq)
-    denom = tl.sqrt(largest) / bias_correction2_sqrt + eps
-    w = w - step_size * exp_avg / denom
+    denom = tl.fdiv(tl.sqrt(largest), bias_correction2_sqrt) + eps
+    w = w - tl.fdiv(step_size * exp_avg, denom)
     return w, states
 
 

@@ -50,9 +50,9 @@ def update(g, w, states, h):
     w = w * decay
     exp_avg = tl.fma(g - states[0], weight1, states[0])
     exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
-    denom = tl.sqrt(exp_avg_sq / bias_correction2) + eps
-    w = w - of_g * g / denom
-    w = w - of_exp_avg * exp_avg / denom
+    denom = tl.sqrt(tl.fdiv(exp_avg_sq, bias_correction2)) + eps
+    w = w - tl.fdiv(of_g * g, denom)
+    w = w - tl.fdiv(of_exp_avg * exp_avg, denom)
     return w, (exp_avg, exp_avg_sq)
 
 

@@ -47,7 +47,7 @@ def update(g, w, states, h):
     exp_avg = tl.fma(g - states[0], weight1, states[0])
     exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
     denom = tl.where(adaptive > 0.0, tl.sqrt(exp_avg_sq) + eps, 1.0)
-    w = w - step_size * exp_avg / denom
+    w = w - tl.fdiv(step_size * exp_avg, denom)
     return w, (exp_avg, exp_avg_sq)
 
 

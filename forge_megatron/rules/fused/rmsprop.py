@@ -50,11 +50,11 @@ def update(g, w, states, h):
         new = (square_avg, grad_avg)
     denom = tl.sqrt(variance) + eps
     if len(h) == 7:
-        buffer = tl.fma(states[len(states) - 1], h[6], g / denom)
+        buffer = tl.fma(states[len(states) - 1], h[6], tl.fdiv(g, denom))
         w = w - buffer * lr
         new = new + (buffer,)  # noqa: RUF005 - Triton has no unpacking
     else:
-        w = w - lr * g / denom
+        w = w - tl.fdiv(lr * g, denom)
     return w, new
 
 
