@@ -41,10 +41,12 @@ def test_any_chunking_of_the_tokens_gives_the_same_update(name, shape, tokens, c
 
 
 #: State updates that are affine in G, so that a momentum may be summed over ranks in the gradient's place.
+#: Of a projected rule it is so between two refreshes.
 AFFINE = {("muon", "momentum_buffer"), ("scion", "d"), ("lamb", "exp_avg"), ("adam_mini", "exp_avg")}
+AFFINE |= {(name, state) for name in ("galore", "apollo", "apollo_mini") for state in ("exp_avg", "projection")}
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if get(name).regime != "projected"])
+@pytest.mark.parametrize("name", RULES)
 def test_which_states_are_affine_in_the_gradient(name):
     """``A(S, G1) + A(S, G2) - A(S, 0) = A(S, G1 + G2)`` (FORGE, proposition 2 iii), and not for the others."""
     shape = (18, 13)
