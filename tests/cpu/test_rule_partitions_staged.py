@@ -18,7 +18,7 @@ from forge_megatron.kernels.tiles import Tile
 from forge_megatron.optimizer import ForgeOptimizer
 from tests.cpu.thread_ranks import ThreadRanks
 
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few = settings(max_examples=200, deadline=None, derandomize=True)
 fewer = settings(max_examples=12, deadline=None, derandomize=True)
 
 
