@@ -60,25 +60,21 @@ def origin_of(name: str, tensor: Tensor) -> Origin:
     """The place of this rank's part in the whole weight, which decides its random bits.
 
     Raises:
-        NotImplementedError: a part that is not whole rows or whole columns of a matrix.
+        NotImplementedError: a part that is not of some rows and some columns of a matrix.
     """
-    sharded = (
-        []
-        if not is_sharded(tensor)
-        else [(mesh_dim, placement.dim) for mesh_dim, placement in enumerate(tensor.placements) if placement.is_shard()]
-    )
-    if not sharded:
+    if not is_sharded(tensor):
         return Origin(name)
-    (mesh_dim, dim), *others = sharded
     last = tensor.dim() - 1
-    if others or dim not in (0, last):
+    cut = {placement.dim for placement in tensor.placements if not placement.is_replicate()}
+    if not cut <= {0, last}:
         raise NotImplementedError(
             f"{name}: stochastic rounding of a weight placed as {tensor.placements} is not built yet; shard its first "
-            "dimension over one mesh dimension, or use recipe='fp32-master'"
+            "and its last dimension alone, or use recipe='fp32-master'"
         )
-    mesh = tensor.device_mesh
-    offset = min(mesh.get_local_rank(mesh_dim) * -(-tensor.shape[dim] // mesh.size(mesh_dim)), tensor.shape[dim])
-    columns = None if local(tensor).numel() else 1
-    if dim == last:
-        return Origin(name, column=offset, columns=columns)
-    return Origin(name, row=offset * tensor.shape[1:-1].numel(), columns=columns)
+    if not cut:
+        return Origin(name)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = offset[0] * tensor.shape[1:-1].numel() if last else 0
+    return Origin(name, row=row, column=offset[last], columns=None if local(tensor).numel() else 1)

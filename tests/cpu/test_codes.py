@@ -50,7 +50,7 @@ def test_zero_is_code_zero_and_a_second_moment_never_becomes_it(name):
 def test_small_coordinates_beside_an_outlier_keep_their_step(name):
     """Field row 102: a second moment of 1 among others of 1e-6, and first moments of 1e-3."""
     fmt = state_format(name)
-    m, v = torch.full((64,), 1e-3), torch.full((64,), 1e-6)
+    m, v = torch.full((256,), 1e-3), torch.full((256,), 1e-6)
     m[0] = v[0] = 1.0
     m, v = (code.load(*code.store(x)) for code, x in ((fmt.signed, m), (fmt.nonnegative, v)))
     assert (m[1:] / v[1:].sqrt() - 1).abs().max() < 0.1

@@ -174,7 +174,7 @@ def test_a_block_of_zeros_before_any_gradient_has_no_scale_and_then_its_own(back
     layer = nn.Linear(256, 4, bias=False)
     optimizer = forge.attach(layer, lr=1e-2, state_format=name, weight_decay=0.0, backend=backend)
     before = layer.weight.detach().clone()
-    for first in (64, 0):
+    for first in (256, 64, 0):
         x = batch(8, 256)
         x[:, :first] = 0
         layer(x).square().mean().backward()
