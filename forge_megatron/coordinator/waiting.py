@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from forge_megatron import kernels
+from forge_megatron.kernels import Segment
 from forge_megatron.linear import OwnedWeight
 
 
 class SumFactors:
-    """Sums up in fp32 what would take more as factors, in the backward that brings it."""
+    """Sums up in fp32 what would take more as factors, in the backward that brings it, or when that has ended."""
 
     def __init__(self, backend: str = "auto"):
         self._write = partial(kernels.wgrad, backend=backend)
 
-    def __call__(self, owned: OwnedWeight, dy: Tensor, x: Tensor, task: int) -> None:
+    def __call__(self, owned: OwnedWeight, segments: Sequence[Segment] = (), task: int | None = None) -> None:
         owned.factors.expect_unchanged(owned.name)
-        owned.factors.fold(self._write, dy, x, task)
+        owned.factors.fold(self._write, segments, task)

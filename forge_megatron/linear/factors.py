@@ -3,17 +3,18 @@
 DESIGN section 4: when ``T (I + O) < I O`` keeping the factors is cheaper than keeping the gradient;
 several uses, or several micro-batches, are one longer token axis. Where the factors of a whole window would
 outgrow an fp32 gradient they are summed up in one accumulator, each pair in the backward that brings it, so that
-nothing is kept beside it: a waiting weight holds its factors or one fp32 gradient, whichever is smaller.
+nothing is kept beside it: a waiting weight holds its factors or one fp32 gradient, whichever is smaller. What several
+weights keep, such as the X of queries, keys and values, takes its memory once, and counts in equal parts.
 
-A window is as long as ``accumulation_steps`` says, or as the one before. One that is longer, or whose later
-micro-batches have more tokens, changes from the one to the other on the way: one weight at a time has both while
-the kernel that sums its factors runs.
+A window is as long as ``accumulation_steps`` says, or as the one before. Its first micro-batch decides, when its
+backward has ended and activations are gone. In a longer window, or one whose later micro-batches have more tokens, a
+weight may change over inside a backward: one at a time then has both, while the kernel that sums its factors runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +25,10 @@ from forge_megatron.kernels import FormedRows, GroupedRows, Segment, is_lookup
 
 @dataclass(frozen=True)
 class Kept:
-    """One pair of factors, the versions they had, and the graph task that they belong to.
+    """One pair of factors, the versions they had, and the graph task and micro-batch that they belong to.
 
     Attributes:
+        nbytes: what it takes; of what other weights keep too, a part.
         bounds: where the tokens of each expert are; None: the weight is one matrix.
         swapped: ``x`` is the gradient, see :class:`~forge_megatron.kernels.GroupedRows`.
     """
@@ -35,6 +37,8 @@ class Kept:
     x: Tensor
     versions: tuple[int, int]
     task: int
+    micro_batch: int
+    nbytes: int
     bounds: Tensor | None = None
     swapped: bool = False
 
@@ -42,8 +46,17 @@ class Kept:
     def segment(self) -> Segment:
         return (self.dy if self.bounds is None else GroupedRows(self.dy, self.bounds, self.swapped)), self.x
 
-    def nbytes(self) -> int:
-        return sum(_nbytes(factor) for factor in (self.dy, self.x))
+    def storages(self) -> list[int]:
+        """Where its tensors lie."""
+        return [_storage(factor) for factor in (self.dy, self.x) if isinstance(factor, Tensor)]
+
+    def shared(self, holders: Mapping[int, int]) -> Kept:
+        """The same pair, each tensor counted by the number of pairs that hold it."""
+        own = [
+            _nbytes(factor) // (holders[_storage(factor)] if isinstance(factor, Tensor) else 1)
+            for factor in (self.dy, self.x)
+        ]
+        return replace(self, nbytes=sum(own))
 
     def gradient(self) -> str | None:
         """Which of the two came from backward; None: neither is a gradient that somebody could hold."""
@@ -112,9 +125,11 @@ class Factors:
         return self._kept_bytes() + (0 if self.accumulator is None else self._fp32_bytes)
 
     def _kept_bytes(self) -> int:
-        return sum(pair.nbytes() for pair in self.kept)
+        return sum(pair.nbytes for pair in self.kept)
 
-    def keep(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, *, borrowed_x: bool) -> None:
+    def keep(
+        self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, micro_batch: int = 1, *, borrowed_x: bool
+    ) -> None:
         """Keeps one pair. A borrowed ``x`` is copied, for somebody else may write to it; see :func:`keep_apart`."""
         x = _own(x, borrowed_x)
         bounds, swapped = None, False
@@ -126,38 +141,38 @@ class Factors:
             x = x.detach()
         else:
             dy = _own(dy, False).detach()
-        self.kept.append(Kept(dy, x, (_version(dy), x._version), task, bounds, swapped))
+        nbytes = _nbytes(dy) + _nbytes(x)
+        self.kept.append(Kept(dy, x, (_version(dy), x._version), task, micro_batch, nbytes, bounds, swapped))
         self.waited_as = "factors"
         self.most_bytes = max(self.most_bytes, self.nbytes())
 
-    def outgrown_by(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int, coming: int) -> bool:
-        """Whether an fp32 sum takes less than the pairs with this one, and with those of the micro-batches to come.
-
-        Args:
-            task: the graph task that the pair belongs to.
-            coming: micro-batches of the window that are still expected, each as large as this one so far.
-        """
-        if self.accumulator is not None:
-            return True
+    def outgrown_by(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor) -> bool:
+        """An fp32 sum takes less than the pairs with this one, or is there already."""
         new = _nbytes(dy) + _nbytes(x)
-        this = new + sum(pair.nbytes() for pair in self.kept if pair.task == task)
-        return self._kept_bytes() + new + coming * this > self._fp32_bytes
+        return self.accumulator is not None or self._kept_bytes() + new > self._fp32_bytes
 
-    def fold(self, write: Callable[..., None], dy: Tensor | FormedRows | GroupedRows, x: Tensor, task: int) -> None:
-        """Adds one pair to the fp32 ``[O, I]`` accumulator; the first time also those that are kept, in their place.
+    def will_outgrow(self, micro_batch: int, coming: int) -> bool:
+        """An fp32 sum takes less than the pairs with those of ``coming`` micro-batches like the one that has ended."""
+        last = sum(pair.nbytes for pair in self.kept if pair.micro_batch == micro_batch)
+        return self._kept_bytes() + coming * last > self._fp32_bytes
+
+    def fold(self, write: Callable[..., None], new: Sequence[Segment] = (), task: int | None = None) -> None:
+        """Replaces the pairs by their sum in an fp32 ``[O, I]`` accumulator, or adds to it.
 
         Args:
             write: ``write(segments, out, accumulator=)``, which writes ``Σ dYᵀ X``, with ``accumulator`` added.
+            new: further pairs, which are not kept, of the graph task ``task``.
         """
         total = self.accumulator
         if total is None:
-            total = torch.empty(self._shape, dtype=torch.float32, device=x.device)
-        write([*self.segments, (dy, x)], total, accumulator=self.accumulator)
+            total = torch.empty(self._shape, dtype=torch.float32, device=(*self.segments, *new)[0][1].device)
+        write([*self.segments, *new], total, accumulator=self.accumulator)
         self.most_bytes = max(self.most_bytes, self._kept_bytes() + self._fp32_bytes)
         self.accumulator = total
         self.waited_as = "accumulator"
         self.folded_tasks.update(pair.task for pair in self.kept)
-        self.folded_tasks.add(task)
+        if task is not None:
+            self.folded_tasks.add(task)
         self.kept.clear()
 
     def drop_task(self, task: int) -> None:
@@ -178,6 +193,23 @@ class Factors:
             self.kept.clear()
             self.folded_tasks.clear()
             self.accumulator = None
+
+
+def count_shared(weights: Iterable[tuple[Factors, int]]) -> None:
+    """When a backward ends: counts what several weights keep in equal parts.
+
+    Args:
+        weights: each with the number of the micro-batch that has ended.
+    """
+    kept = [
+        (factors.kept, index)
+        for factors, micro_batch in weights
+        for index, pair in enumerate(factors.kept)
+        if pair.micro_batch == micro_batch
+    ]
+    holders = Counter(storage for pairs, index in kept for storage in pairs[index].storages())
+    for pairs, index in kept:
+        pairs[index] = pairs[index].shared(holders)
 
 
 def keep_apart(weights: Iterable[Factors], task: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron.linear.counts import raise_counts
-from forge_megatron.linear.factors import keep_apart
+from forge_megatron.linear.factors import count_shared, keep_apart
 from forge_megatron.linear.half_steps import (
     WAY_OUT,
     failed_after_updates,
@@ -243,10 +243,10 @@ class Ledger:
         last = not owned.has_more_here(task)
         held = last and not owned.waits and not self.now.accepts(owned)
         if owned.waits or held or not last:
-            if owned.factors.outgrown_by(dy, x, task, self._coming(owned) if owned.waits else 0):
-                self.later(owned, dy, x, task)
+            if owned.factors.outgrown_by(dy, x):
+                self.later(owned, [(dy, x)], task)
             else:
-                owned.factors.keep(dy, x, task, borrowed_x=borrowed)
+                owned.factors.keep(dy, x, task, owned.micro_batches, borrowed_x=borrowed)
             if held:
                 self.now.hold(owned)
         elif not owned.factors:
@@ -256,9 +256,23 @@ class Ledger:
             self.now(owned, [*owned.factors.segments, (dy, x)])
             owned.factors.clear()
 
-    def _coming(self, owned: OwnedWeight) -> int:
-        """Micro-batches that this window is expected to have after the one that is running."""
-        return max(0, (self.micro_batches or owned.last_window) - owned.micro_batches)
+    def _sum_what_will_outgrow(self, wanted: Iterable[OwnedWeight]) -> None:
+        """When a backward ends and more micro-batches may come: what a window would make larger than its sum."""
+        last = self.micro_batches
+        open_ = [owned for owned in wanted if owned.waits and (last is None or owned.micro_batches < last)]
+        while open_:
+            count_shared([(owned.factors, owned.micro_batches) for owned in open_])
+            outgrown = [
+                owned
+                for owned in open_
+                if owned.factors.will_outgrow(
+                    owned.micro_batches, max(0, (last or owned.last_window) - owned.micro_batches)
+                )
+            ]
+            for owned in outgrown:
+                self.later(owned)
+            # What is kept no more is not shared with the others.
+            open_ = [owned for owned in open_ if owned.factors.kept] if outgrown else []
 
     # ---- the pre-flight
 
@@ -344,10 +358,13 @@ class Ledger:
 
     def finish(self, task: int) -> None:
         self._count_updates()
-        with lock:
-            ended = self._tasks.pop(task, None)
+        ended = self._tasks.get(task)
         if ended is not None:
+            # An error leaves the task in the book, and is that backward's.
+            self._sum_what_will_outgrow(ended.wanted)
             keep_apart([owned.factors for owned in ended.wanted], task)
+        with lock:
+            self._tasks.pop(task, None)
         if ended is not None and ended.wanted and not ended.nested and not self.waits:
             self.now.finish()
 

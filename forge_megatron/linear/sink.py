@@ -5,12 +5,14 @@ The sinks for gradients that are not yet complete (in time, or over ranks) live 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from forge_megatron import kernels
+from forge_megatron.kernels import Segment
 
 if TYPE_CHECKING:
     from forge_megatron.linear.owned import OwnedWeight
@@ -26,8 +28,8 @@ class Sink(Protocol):
 class Later(Protocol):
     """The sink of factors that take more than their sum: what waits for other uses, or for ``step()``."""
 
-    def __call__(self, owned: OwnedWeight, dy: Tensor, x: Tensor, task: int) -> None:
-        """Adds ``dYᵀ X`` of one use, which the graph task ``task`` brought, to what ``owned.factors`` holds."""
+    def __call__(self, owned: OwnedWeight, segments: Sequence[Segment] = (), task: int | None = None) -> None:
+        """Sums up what ``owned.factors`` keeps, and ``segments``, which the graph task ``task`` brought."""
 
 
 class Now(Sink, Protocol):

@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def test_what_waits_takes_its_factors_or_one_fp32_gradient_whichever_is_smaller(
         assert max(held) == min(40 * pair, gradient), window
         for row in optimizer.coverage:
             assert row.waits_as == ("factors" if 40 * pair <= gradient else "accumulator")
-            # The first window of unknown length: its factors, until the kernel that sums them has run.
-            assert row.waiting_bytes <= (1 if declared else 2) * gradient
+            # Until the kernel that sums them has run: the first micro-batch's, or a window's of unknown length.
+            assert row.waiting_bytes <= gradient + (pair if declared else gradient)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -147,6 +148,28 @@ def test_factors_that_were_summed_equal_factors_that_were_kept(backend):
         assert factors.accumulator is not None
         pair.close()
     pair.expect_equal()
+
+
+def test_what_several_weights_keep_is_counted_once():
+    """Narrow keys and values beside a wide query: with an X of its own each would be summed."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": nn.Linear(64, 64), **{name: nn.Linear(64, 16, bias=False) for name in "qkv"}})
+    pair = Pair(model, accumulation_steps=4)
+
+    def loss(side, x):
+        hidden = torch.tanh(side["inner"](x))
+        return sum(side[name](hidden).square().sum() for name in "qkv")
+
+    for micro in range(4):
+        pair.backward(partial(loss, x=batch(5, 64, seed=micro)))
+    owned = {name: pair.optimizer.owned[model[name].weight].factors for name in "qkv"}
+    assert 4 * 5 * (64 + 16) * 4 > 16 * 64 * 4 > 4 * 5 * (64 / 3 + 16) * 4
+    assert all(factors.accumulator is None for factors in owned.values())
+    # Of the last micro-batch nothing is to be foreseen any more.
+    counted = sum(kept.nbytes for factors in owned.values() for kept in factors.kept[:3])
+    assert abs(counted - 3 * 4 * 5 * (64 + 3 * 16)) <= 9
+    pair.close()
+    pair.expect_equal(atol=1e-5)
 
 
 @backends
