@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from launch import cpu
-from launch.config import Recipe
+from launch.config import Parallel, Recipe
 
 
 def set_determinism(deterministic: bool) -> None:
@@ -32,6 +32,25 @@ def seed(value: int) -> None:
 
 
 @contextlib.contextmanager
+def model_parallel(parallel: Parallel) -> Iterator[None]:
+    """megatron-core's groups of these degrees, over the ranks of the process group that there is."""
+    from megatron.core import parallel_state
+
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
 def process_groups(recipe: Recipe) -> Iterator[torch.device]:
     """megatron-core's parallel state for the recipe, from torchrun's variables.
 
@@ -43,8 +62,6 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
     p = recipe.parallel
     set_determinism(recipe.run.deterministic)
     on_cpu = cpu.enable(recipe.run.device)
-    from megatron.core import parallel_state
-
     device = torch.device("cpu")
     if not on_cpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -60,16 +77,8 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
                 f"{dist.get_world_size()} ranks were started, and parallel.tensor={p.tensor} x pipeline={p.pipeline} "
                 f"x context={p.context} x data={p.data} is {recipe.world_size}"
             )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=p.tensor,
-            pipeline_model_parallel_size=p.pipeline,
-            virtual_pipeline_model_parallel_size=p.virtual_pipeline,
-            context_parallel_size=p.context,
-            expert_model_parallel_size=p.expert,
-            create_gloo_process_groups=False,
-        )
-        seed(recipe.run.seed)
-        yield device
+        with model_parallel(p):
+            seed(recipe.run.seed)
+            yield device
     finally:
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -32,18 +32,26 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     )
 
 
-def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
+def ddp_config(recipe: Recipe, overlap_grad_reduce: bool = False) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=keeps_master(recipe),
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
         use_distributed_optimizer=recipe.parallel.distributed_optimizer,
     )
 
 
-def wrap_and_optimize(recipe: Recipe, models: list) -> tuple[list, MegatronOptimizer]:
+def wrap_and_optimize(
+    recipe: Recipe, models: list, overlap_grad_reduce: bool = False
+) -> tuple[list, MegatronOptimizer]:
     """The model chunks as Megatron's schedules take them, and their optimizer: Megatron's, or with
-    ``optimizer.use_forge`` Megatron's with FORGE stepping the linears."""
-    ddp, config = ddp_config(recipe), optimizer_config(recipe)
+    ``optimizer.use_forge`` Megatron's with FORGE stepping the linears.
+
+    Args:
+        recipe: degrees and hyperparameters.
+        models: this rank's chunks.
+        overlap_grad_reduce: of Megatron's DDP, during the backward that completes its buckets.
+    """
+    ddp, config = ddp_config(recipe, overlap_grad_reduce), optimizer_config(recipe)
     if not recipe.optimizer.use_forge:
         chunks = [DistributedDataParallel(model.config, ddp, model) for model in models]
         return chunks, get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from launch import provenance
-from launch.bench import arms, figure, report, shapes, spec
+from launch.bench import arms, figure, layout, model, report, shapes, spec
+from launch.bench.arm import Settings
 from launch.bench.processes import Forked, Spawned
 
 FAILED, IMPOSSIBLE = 1, 2
@@ -50,11 +51,10 @@ def identity(log: dict) -> tuple:
 
 
 def known_parity(log: dict, cell: spec.Cell) -> dict | None:
-    """The check of the same arm on the same kind of model, by an earlier cell of this file."""
-    kind = shapes.get(cell.shape).kind
+    """The check of the same arm on the same kind of model and degrees, by an earlier cell of this file."""
     for answer in log["cells"].values():
-        checked = answer.get("parity")
-        if answer["cell"]["arm"] == cell.arm and checked and checked["kind"] == kind:
+        earlier, checked = spec.Cell(**answer["cell"]), answer.get("parity")
+        if checked and (earlier.arm, earlier.checked) == (cell.arm, cell.checked):
             return checked
     return None
 
@@ -86,11 +86,21 @@ def draw_figure(files: list[str], out: Path | None, places: list[str] | None) ->
 def refuse(bench: spec.Bench, rehearse: bool) -> str | None:
     """Why the bench cannot run here, or None."""
     for name in bench.arms:
-        if arms.get(name).over_ranks != (bench.world_size > 1):
-            what = "needs ranks" if arms.get(name).over_ranks else "is for one GPU"
+        arm = arms.get(name)
+        if arm.over_ranks != (bench.world_size > 1):
+            what = "needs ranks" if arm.over_ranks else "is for one GPU"
             return f"arms: {name} {what}, and world_size={bench.world_size}"
+        if (arm.megatron is not None) != bool(bench.parallel):
+            what = "names no degrees" if arm.megatron is not None else f"is {bench.parallel}, for arms through Megatron"
+            return f"parallel: {what}, and arms has {name}"
     for name in bench.shapes:
-        shapes.get(name)
+        kind = shapes.get(name).kind
+        if not bench.parallel and kind not in model.KINDS:
+            return f"shapes: {name} is built through Megatron only, and parallel names no degrees"
+    device = "cpu" if rehearse else "cuda"
+    for cell in spec.cells(bench) if bench.parallel else ():
+        what = shapes.get(cell.shape), cell.layout(bench.world_size), cell.batch, cell.sequence
+        layout.recipe(*what, Settings(bench.lr, 0.0), device, arms.get(cell.arm).megatron)
     if not rehearse and not torch.cuda.is_available():
         return "no CUDA device, and no time is reported from anything else; --rehearse runs the code on the CPU"
     if not rehearse and torch.cuda.device_count() < bench.world_size:

@@ -37,7 +37,8 @@ class Arm:
 
     Attributes:
         attach: ``(model, settings) -> optimizer`` with ``step`` and ``zero_grad``, or ``(model, optimizer)`` where the
-            model is wrapped. An optimizer with a ``backward(loss)`` is asked for it.
+            model is wrapped. An optimizer with a ``backward(loss)`` is asked for it. Through Megatron
+            ``(recipe, models) -> (chunks, optimizer)``, as :func:`launch.optim.wrap_and_optimize`.
         judge: the arm whose update it must make; None: it is the judge of others.
         bound: of the distance from the judge; None: reported, not bounded.
         approximate: its projections of the gradient are others than the judge's; said wherever it is reported.
@@ -53,6 +54,7 @@ class Arm:
         over_ranks: needs a process group; ``attach`` makes what the ranks share.
         bucketed: has a bucket size to choose.
         dtype: of the weights; None: the shape's.
+        megatron: keys of the trainer's recipe that are the arm's; None: it is not an arm through Megatron.
     """
 
     attach: Callable
@@ -69,6 +71,7 @@ class Arm:
     over_ranks: bool = False
     bucketed: bool = False
     dtype: str | None = None
+    megatron: dict | None = None
 
 
 class Several:

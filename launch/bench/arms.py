@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
-from launch.bench import parallel_arms, peers, rule_arms
+from launch.bench import megatron_arms, parallel_arms, peers, rule_arms
 from launch.bench.arm import Arm, InBackward, Settings
 
 CLIP, MICRO_BATCHES = 1.0, 4
@@ -78,7 +78,7 @@ def _single() -> dict[str, Arm]:
     }
 
 
-ARMS: dict[str, Arm] = {**_single(), **peers.ARMS, **rule_arms.arms(), **parallel_arms.ARMS}
+ARMS: dict[str, Arm] = {**_single(), **peers.ARMS, **rule_arms.arms(), **parallel_arms.ARMS, **megatron_arms.ARMS}
 
 BUCKETED = {name for name, arm in ARMS.items() if arm.bucketed}
 

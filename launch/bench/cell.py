@@ -11,14 +11,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
-from launch import provenance
+from launch import cpu, distributed, provenance, quiet
 from launch.bench import arms
 from launch.bench.arm import Settings
 from launch.bench.loop import Loop, prepare, stepper
@@ -28,32 +29,29 @@ from launch.bench.shapes import get as get_shape
 from launch.bench.spec import Bench, Cell
 
 WEIGHT_DECAY = 0.01
-PHASES = ("forward", "backward", "optimizer")
 
 
 def timed_phases(loop: Loop, steps: int, meter) -> dict[str, list[float]]:
-    """ms of forward, backward and optimizer, by events, and of the whole step by the host's clock.
+    """ms of the loop's phases, by events, and of the whole step by the host's clock.
 
     With several micro-batches, of their forwards and of their backwards together.
     """
-    times: dict[str, list[float]] = {"step": [], **{phase: [] for phase in PHASES}}
+    times: dict[str, list[float]] = {"step": []}
     for _ in range(steps):
         began = time.perf_counter()
-        marks = [meter.event()]
-        for micro_batch in range(len(loop.tokens)):
-            loss = loop.forward(micro_batch)
-            marks.append(meter.event())
-            loop.backward(loss)
-            del loss
+        marks, phases = [meter.event()], []
+        for phase in loop.gradients():
+            phases.append(phase)
             marks.append(meter.event())
         loop.update()
         marks.append(meter.event())
         meter.synchronize()
         times["step"].append((time.perf_counter() - began) * 1e3)
-        spans = [first.elapsed_time(second) for first, second in itertools.pairwise(marks)]
-        times["forward"].append(sum(spans[:-1:2]))
-        times["backward"].append(sum(spans[1:-1:2]))
-        times["optimizer"].append(spans[-1])
+        of_step: dict[str, float] = {}
+        for phase, (first, second) in zip([*phases, "optimizer"], itertools.pairwise(marks), strict=True):
+            of_step[phase] = of_step.get(phase, 0.0) + first.elapsed_time(second)
+        for phase, ms in of_step.items():
+            times.setdefault(phase, []).append(ms)
     return times
 
 
@@ -73,25 +71,21 @@ def observe(loop: Loop, meter) -> dict:
     Under gradient accumulation, the end of the last backward.
     """
     timeline: list[tuple[str, int]] = []
-    layers = next(module for module in loop.model.modules() if isinstance(module, nn.ModuleList))
 
     def mark(what: str):
         return lambda *_: timeline.append((what, meter.allocated()))
 
-    handles = [layer.register_forward_hook(mark("forward")) for layer in layers]
-    handles += [layer.register_full_backward_hook(mark("backward")) for layer in layers]
-    for micro_batch in range(len(loop.tokens)):
-        loss = loop.forward(micro_batch)
-        loop.backward(loss)
-        del loss
+    handles = [layer.register_forward_hook(mark("forward")) for layer in loop.layers]
+    handles += [layer.register_full_backward_hook(mark("backward")) for layer in loop.layers]
+    for _ in loop.gradients():
+        pass
     meter.synchronize()
     timeline.append(("end of backward", meter.allocated()))
-    parameters = list(loop.model.parameters())
-    weights = storage_bytes(parameters)
-    gradients = storage_bytes([p.grad for p in parameters if p.grad is not None])
-    owned = storage_bytes(list(getattr(loop.optimizer, "owned", ())))
+    weights = storage_bytes(list(loop.model.parameters()))
+    gradients = storage_bytes(loop.gradient_tensors())
+    owned = storage_bytes(loop.owned_weights())
     loop.update()
-    states = storage_bytes([tensor for found in _states(loop.optimizer) for tensor in tensors_in(found)])
+    states = storage_bytes(_states(loop.optimizers()))
     timeline.append(("optimizer", meter.allocated()))
     for handle in handles:
         handle.remove()
@@ -106,12 +100,14 @@ def observe(loop: Loop, meter) -> dict:
     }
 
 
-def _states(optimizer) -> list:
-    inside = [state for each in getattr(optimizer, "optimizers", ()) for state in _states(each)]
-    # ZeroRedundancyOptimizer's own state is of the whole; this rank's part is in the optimizer that it wraps.
-    local = getattr(optimizer, "optim", optimizer)
-    own = getattr(local, "state", {})
-    return [*inside, *(own.values() if isinstance(own, dict) else own)]
+def _states(optimizers: list) -> list[Tensor]:
+    """What they hold, and what they step in place of the weights, such as fp32 masters."""
+    found = []
+    for optimizer in optimizers:
+        state = getattr(optimizer, "state", {})
+        found += tensors_in(list(state.values()) if isinstance(state, dict) else state)
+        found += tensors_in([group["params"] for group in getattr(optimizer, "param_groups", ())])
+    return found
 
 
 def measure(bench: Bench, cell: Cell, device: str) -> dict:
@@ -124,8 +120,9 @@ def measure(bench: Bench, cell: Cell, device: str) -> dict:
     bucket = None if cell.bucket_mb is None else cell.bucket_mb << 20
     settings = Settings(bench.lr, WEIGHT_DECAY, bucket)
     gauge.reset_peak()
-    loop = prepare(get_shape(cell.shape), arm, device, cell.batch, cell.sequence, settings)
-    if cell.checkpointing:
+    layout = cell.layout(bench.world_size)
+    loop = prepare(get_shape(cell.shape), arm, device, cell.batch, cell.sequence, settings, layout)
+    if cell.checkpointing and layout is None:
         getattr(loop.model, "module", loop.model).gradient_checkpointing_enable()
     if arm.over_ranks:
         gauge.release()
@@ -160,7 +157,8 @@ def answer_to(message: dict, device: str) -> dict:
     before = provenance.gpus()
     try:
         # A judge is not run twice in a results file.
-        checked = message["parity"] or parity(cell.arm, get_shape(cell.shape).kind, device)
+        layout = cell.layout(bench.world_size)
+        checked = message["parity"] or parity(cell.arm, get_shape(cell.shape).kind, device, layout)
         answer["parity"] = checked
         if (why := refusal(arm, checked)) is not None:
             return {**answer, "refused": why}
@@ -176,6 +174,19 @@ def answer_to(message: dict, device: str) -> dict:
     return {**answer, "gpus_before": before, "gpus_after": provenance.gpus()}
 
 
+@contextmanager
+def groups(message: dict, device: str) -> Iterator[None]:
+    """megatron-core's, where the cell asks for them."""
+    layout = Cell(**message["cell"]).layout(message["bench"]["world_size"])
+    if layout is None:
+        yield
+        return
+    quiet.hush()
+    cpu.enable("cpu" if device == "cpu" else "cuda")
+    with distributed.model_parallel(layout.parallel):
+        yield
+
+
 def main(order: Path, answer: Path) -> None:
     message = json.loads(order.read_text())
     rank, device = int(os.environ.get("RANK", "0")), message["device"]
@@ -187,7 +198,8 @@ def main(order: Path, answer: Path) -> None:
         how = {} if device == "cpu" else {"device_id": torch.device(device)}
         dist.init_process_group("gloo" if device == "cpu" else "nccl", **how)
     try:
-        made = answer_to(message, device)
+        with groups(message, device):
+            made = answer_to(message, device)
         if rank == 0:
             answer.write_text(json.dumps(made))
     finally:

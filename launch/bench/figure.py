@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.bench.report import GIB, merged
 
 POOLS = ("weights", "states", "gradients")
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "forward, backward", "optimizer")
 
 
 def panels(logs: list[dict]) -> dict[str, dict[str, dict]]:
@@ -90,7 +90,7 @@ def _pools(axis, row: dict[str, dict]) -> None:
 def _timeline(axis, row: dict[str, dict]) -> None:
     for arm, cell in row.items():
         # A captured arm's eager step lies on top of its graph's memory.
-        if cell["timeline"] and "forward" in cell["phases"]:
+        if cell["timeline"] and cell["phases"].keys() > {"step"}:
             axis.plot([held / GIB for _, held in cell["timeline"]], label=arm, linewidth=1.2)
     axis.set_title("allocated within a step, GiB", fontsize=9)
     axis.set_xlabel("after each layer's forward, each layer's backward, the optimizer", fontsize=8)

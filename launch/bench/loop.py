@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from forge_megatron.vocab import causal_lm_loss
 from launch.bench.arm import Arm, Settings
+from launch.bench.layout import Layout
 from launch.bench.model import build
 from launch.bench.shapes import Shape
 
@@ -48,6 +49,15 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def gradients(self) -> Iterator[str]:
+        """Forward and backward of all micro-batches; the name of each phase when it has been given to the device."""
+        for micro_batch in range(len(self.tokens)):
+            loss = self.forward(micro_batch)
+            yield "forward"
+            self.backward(loss)
+            del loss
+            yield "backward"
+
     def step(self) -> torch.Tensor:
         """All of it; returns the loss of the whole batch."""
         total = None
@@ -58,9 +68,31 @@ class Loop:
         self.update()
         return total
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        return next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))
 
-def prepare(shape: Shape, arm: Arm, device: str, batch: int, sequence: int, settings: Settings) -> Loop:
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def owned_weights(self) -> list[torch.Tensor]:
+        return list(getattr(self.optimizer, "owned", ()))
+
+    def optimizers(self) -> list:
+        """Those with a state of their own."""
+        inside = getattr(self.optimizer, "optimizers", ())
+        # ZeroRedundancyOptimizer's own state is of the whole; this rank's part is in the optimizer that it wraps.
+        return [getattr(one, "optim", one) for one in (self.optimizer, *inside)]
+
+
+def prepare(
+    shape: Shape, arm: Arm, device: str, batch: int, sequence: int, settings: Settings, layout: Layout | None = None
+) -> Loop:
     """The model with its optimizer, and the same tokens for every arm; a rank has its part of them."""
+    if arm.megatron is not None:
+        from launch.bench import megatron_loop
+
+        return megatron_loop.prepare(shape, arm, device, batch, sequence, settings, layout)
     if arm.dtype is not None:
         shape = replace(shape, dtype=arm.dtype)
     model = build(shape, device)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from launch.bench import arms
 from launch.bench.arm import Arm, Settings
+from launch.bench.layout import Layout, small
 from launch.bench.loop import Loop, prepare, stepper
 from launch.bench.shapes import Shape
 
@@ -18,13 +19,14 @@ SETTINGS = Settings(lr=1e-3, weight_decay=1.0)
 BATCH, SEQUENCE = 2, 64
 
 
-def parity(name: str, kind: str, device: str) -> dict:
+def parity(name: str, kind: str, device: str, layout: Layout | None = None) -> dict:
     """Trains the small model ``STEPS`` steps with both; how far their weights are apart.
 
     At the end, by the RMS of the distance and of what training changed; of a ``stepwise`` arm after each step, by
     the RMS of all these distances and steps.
 
-    Over ranks the judge trains in each of them, on the whole batch.
+    Over ranks the judge trains in each of them, on the whole batch. Through Megatron (``layout``) both train on the
+    same degrees, each rank compares what it holds, and the sums are of all ranks.
 
     Returns:
         ``distance`` (None for a judge), ``bound`` (None: another rule or format than the judge's), ``passed``,
@@ -36,9 +38,13 @@ def parity(name: str, kind: str, device: str) -> dict:
         return answer
     judge = arms.get(arm.judge)
     shape = Shape(kind=kind, dtype="fp32")
-    world = dist.get_world_size() if arm.over_ranks else 1
-    ours = prepare(shape, arm, device, BATCH, SEQUENCE, SETTINGS)
-    theirs = prepare(shape, judge, device, BATCH * world, SEQUENCE, SETTINGS)
+    if layout is None:
+        world = dist.get_world_size() if arm.over_ranks else 1
+        ours = prepare(shape, arm, device, BATCH, SEQUENCE, SETTINGS)
+        theirs = prepare(shape, judge, device, BATCH * world, SEQUENCE, SETTINGS)
+    else:
+        shape, layout = small(shape, layout)
+        ours, theirs = (prepare(shape, one, device, BATCH, SEQUENCE, SETTINGS, layout) for one in (arm, judge))
     runs = [stepper(loop) for loop in (ours, theirs)]
     before = _weights(theirs)
     apart = moved = 0.0
@@ -54,6 +60,10 @@ def parity(name: str, kind: str, device: str) -> dict:
         if arm.stepwise:
             _give(theirs, ours)
             before = after
+    if layout is not None:
+        sums = torch.tensor([apart, moved], dtype=torch.float64, device=device)
+        dist.all_reduce(sums)
+        apart, moved = sums.tolist()
     distance = (apart / moved) ** 0.5
     return answer | {"distance": distance, "passed": arm.bound is None or distance <= arm.bound}
 

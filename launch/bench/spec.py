@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 
 from launch import config
+from launch.bench import shapes
+from launch.bench.layout import Layout, parse
 
 BENCHES = config.RECIPES / "bench"
 
@@ -24,6 +26,9 @@ class Bench:
     checkpointing: list[bool] = field(default_factory=lambda: [False])
     bucket_mb: list[int] = field(default_factory=lambda: [128])  # only arms with buckets are measured at each
     arms: list[str] = field(default_factory=lambda: ["adamw-fused", "forge"])
+    parallel: list[str] = field(default_factory=list)  # of arms through Megatron: degrees such as tp2-sp
+    micro_batches: list[int] = field(default_factory=lambda: [1])  # of a step, through Megatron
+    experts: list[int] = field(default_factory=lambda: [0])  # of each layer, through Megatron; 0: a dense MLP
     baseline: str = "adamw-fused"
     world_size: int = 1  # GPUs; more than 1: ranks that share the batch
     warm_up: int = 5
@@ -44,11 +49,32 @@ class Cell:
     checkpointing: bool = False
     bucket_mb: int | None = None
     run: int = 0
+    parallel: str | None = None
+    micro_batches: int = 1
+    experts: int = 0
 
     @property
     def place(self) -> str:
         """What its baseline shares with it."""
-        return f"{self.shape}/b{self.batch}/s{self.sequence}" + ("/checkpointing" if self.checkpointing else "")
+        parts = [self.shape]
+        parts += [f"e{self.experts}"] if self.experts else []
+        parts += [f"b{self.batch}", f"s{self.sequence}"]
+        parts += [f"m{self.micro_batches}"] if self.micro_batches > 1 else []
+        parts += [self.parallel] if self.parallel is not None else []
+        return "/".join(parts + ["checkpointing"] * self.checkpointing)
+
+    def layout(self, world_size: int) -> Layout | None:
+        """Over Megatron's ranks; None: the arm is not through Megatron."""
+        if self.parallel is None:
+            return None
+        parallel = parse(self.parallel, world_size)
+        return Layout(parallel, self.micro_batches, self.experts, recompute=self.checkpointing)
+
+    @property
+    def checked(self) -> str:
+        """Cells of one arm with the same have one check: kind of model, degrees, micro-batches, experts or none."""
+        parts = [shapes.get(self.shape).kind, self.parallel or ""]
+        return "/".join([*parts, f"m{self.micro_batches}", "experts" if self.experts else ""])
 
     @property
     def key(self) -> str:
@@ -71,10 +97,13 @@ def cells(bench: Bench, bucketed: set[str] = frozenset()) -> list[Cell]:
     Args:
         bucketed: the arms that are measured at every ``bucket_mb``.
     """
-    places = product(range(bench.runs), bench.shapes, bench.checkpointing, bench.sequence, bench.batch)
+    places = product(
+        range(bench.runs), bench.shapes, bench.checkpointing, bench.sequence, bench.batch,
+        bench.experts, bench.micro_batches, bench.parallel or [None],
+    )  # fmt: skip
     return [
-        Cell(shape, arm, batch, sequence, checkpointing, bucket, run)
-        for run, shape, checkpointing, sequence, batch in places
+        Cell(shape, arm, batch, sequence, checkpointing, bucket, run, parallel, micro_batches, experts)
+        for run, shape, checkpointing, sequence, batch, experts, micro_batches, parallel in places
         for arm in bench.arms
         for bucket in (bench.bucket_mb if arm in bucketed else [None])
     ]
