@@ -135,7 +135,7 @@ def measure(bench: spec.Bench, log: dict, out: Path, options: argparse.Namespace
     cells = spec.cells(bench, arms.BUCKETED)
     todo = [cell for cell in cells if cell.key not in log["cells"]]
     device = "cpu" if options.rehearse else "cuda"
-    run = (Forked() if options.fork else Spawned()) if todo else None
+    run = (Forked(bool(bench.parallel)) if options.fork else Spawned()) if todo else None
     console = Console(width=None if sys.stdout.isatty() else 160)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cells", total=len(todo))

@@ -37,6 +37,9 @@ class MegatronLoop:
 
     @property
     def layers(self) -> list[nn.Module]:
+        """None of a pipeline: its micro-batches take turns, and the schedule frees outputs, which hooks make views."""
+        if self.recipe.parallel.pipeline > 1:
+            return []
         return [layer for chunk in self.chunks for layer in chunk.module.decoder.layers]
 
     def gradients(self) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Forks a process a cell or rank, after the imports: a line of JSON in, its exit code out (null: out of time)."""
+"""Forks a process a cell or rank, after the imports: a line of JSON in, its exit code out (null: out of time).
+
+``python -m launch.bench.nursery [--megatron]``: cells through Megatron need no transformers.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,9 @@ def _end(pids: set[int]) -> None:
     pids.clear()
 
 
-def main() -> None:
-    model.warm()
+def main(argv: list[str]) -> None:
+    if "--megatron" not in argv:
+        model.warm()
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has initialised CUDA, which a fork cannot use; run the bench without --fork")
     for line in sys.stdin:
@@ -84,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -65,12 +65,15 @@ class Forked:
     """Each cell, or each of its ranks, is a fork of one process that has imported torch and transformers.
 
     It saves the imports, which take longer than most cells. That process never touches a GPU.
+
+    Args:
+        megatron: the cells are through Megatron, which each imports itself: on a CPU it is patched before.
     """
 
-    def __init__(self):
+    def __init__(self, megatron: bool = False):
         environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "launch.bench.nursery"]
+        command = [sys.executable, "-m", "launch.bench.nursery", *(["--megatron"] if megatron else [])]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def run(self, order: dict) -> dict:
