@@ -78,7 +78,13 @@ def _single() -> dict[str, Arm]:
     }
 
 
-ARMS: dict[str, Arm] = {**_single(), **peers.ARMS, **rule_arms.arms(), **parallel_arms.ARMS, **megatron_arms.ARMS}
+ARMS: dict[str, Arm] = {
+    **_single(),
+    **peers.ARMS,
+    **rule_arms.arms(),
+    **parallel_arms.ARMS,
+    **megatron_arms.ARMS,
+}
 
 BUCKETED = {name for name, arm in ARMS.items() if arm.bucketed}
 

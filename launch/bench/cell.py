@@ -81,7 +81,7 @@ def observe(loop: Loop, meter) -> dict:
         pass
     meter.synchronize()
     timeline.append(("end of backward", meter.allocated()))
-    weights = storage_bytes(list(loop.model.parameters()))
+    weights = storage_bytes(loop.weight_tensors())
     gradients = storage_bytes(loop.gradient_tensors())
     owned = storage_bytes(loop.owned_weights())
     loop.update()
@@ -166,7 +166,7 @@ def answer_to(message: dict, device: str) -> dict:
         answer |= measure(bench, cell, device)
     except ModuleNotFoundError as missing:
         wanted = arm.package or missing.name
-        return {**answer, "left_out": f"{wanted} is not installed ({missing}); pip install '.[bench,peers]'"}
+        return {**answer, "left_out": f"{wanted} is not installed ({missing}); pip install '.[bench,peers,deepspeed]'"}
     except NotImplementedError as refused:
         return {**answer, "left_out": str(refused)}
     except torch.OutOfMemoryError as error:

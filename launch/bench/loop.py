@@ -12,6 +12,7 @@ from torch import nn
 from forge_megatron.vocab import causal_lm_loss
 from launch.bench.arm import Arm, Settings
 from launch.bench.layout import Layout
+from launch.bench.meter import tensors_in
 from launch.bench.model import build
 from launch.bench.shapes import Shape
 
@@ -72,8 +73,13 @@ class Loop:
     def layers(self) -> nn.ModuleList:
         return next(module for module in self.model.modules() if isinstance(module, nn.ModuleList))
 
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """This rank's; DeepSpeed's parameters are empty where it has taken them to pieces."""
+        return [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
+
     def gradient_tensors(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+        inside = tensors_in(getattr(self.optimizer, "gradients", ()))
+        return [p.grad for p in self.model.parameters() if p.grad is not None] + inside
 
     def owned_weights(self) -> list[torch.Tensor]:
         return list(getattr(self.optimizer, "owned", ()))

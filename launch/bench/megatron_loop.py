@@ -60,6 +60,9 @@ class MegatronLoop:
         self.update()
         return torch.tensor(step.reduce(self.sums, stop=False)[0])
 
+    def weight_tensors(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
     def gradient_tensors(self) -> list[Tensor]:
         """Megatron's buffers, and what lies outside of them."""
         buffers = [buffer for chunk in self.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]

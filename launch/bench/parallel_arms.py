@@ -78,7 +78,8 @@ def _over_ranks(attach: Callable, against: str, **how) -> Arm:
 
 _INT8, _SR, _MASTER = {"recipe": "int8"}, {"recipe": "sr-store"}, {"recipe": "fp32-master"}
 
-#: Against the arm of the same recipe and sharding class; ``zero-redundancy`` is torch's ZeRO-1, where DeepSpeed is not.
+#: Against the arm of the same recipe and sharding class; ``zero-redundancy`` is torch's ZeRO-1, in bf16
+#: states, which DeepSpeed's ZeRO has with an fp32 master.
 ARMS: dict[str, Arm] = {
     "ddp-fused": _over_ranks(_ddp(_fused), "ddp-fused", bucketed=True),
     "ddp-bitsandbytes": _over_ranks(_ddp(_bitsandbytes), "ddp-bitsandbytes", bound=None, package="bitsandbytes"),
@@ -88,6 +89,7 @@ ARMS: dict[str, Arm] = {
     "forge-dp-master": _over_ranks(_forge(**_MASTER), "ddp-fused"),
     "zero-redundancy": _over_ranks(_ddp(_zero), "zero-redundancy"),
     "forge-states": _over_ranks(_forge(sharding="states"), "zero-redundancy"),
+    "forge-states-master": _over_ranks(_forge(sharding="states", **_MASTER), "zero-redundancy"),
     "fsdp2-fused": _over_ranks(_fsdp2(), "fsdp2-fused"),
     "forge-fsdp": _over_ranks(_forge_sharded(), "fsdp2-fused"),
     "forge-fsdp-int8": _over_ranks(_forge_sharded(**_INT8), "fsdp2-fused", bound=None),

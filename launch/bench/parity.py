@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -76,8 +78,10 @@ def _give(theirs: Loop, ours: Loop) -> None:
 
 def _weights(loop: Loop) -> list[Tensor]:
     """Whole weights in fp64; every rank must ask for those that are sharded."""
-    found = [p.detach() for p in loop.model.parameters()]
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).double().clone() for p in found]
+    parameters = list(loop.model.parameters())
+    with getattr(loop.optimizer, "gathered", nullcontext)(parameters):
+        found = [p.detach() for p in parameters]
+        return [(p.full_tensor() if isinstance(p, DTensor) else p).double().clone() for p in found]
 
 
 def refusal(arm: Arm, checked: dict) -> str | None:

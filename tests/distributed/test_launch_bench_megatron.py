@@ -5,6 +5,7 @@ import json
 
 import megatron_ranks
 import pytest
+import torch.distributed as dist
 
 from launch import config
 from launch.bench import __main__ as bench_main
@@ -36,7 +37,7 @@ def test_a_recipes_cells_run_at_two_ranks(tmp_path, capsys, bench, overrides, ch
     fused = answers[f"{place}/megatron-forge/r0"]
     # Norms and biases keep a gradient.
     assert fused["pools"]["gradients"] == fused["pools"]["weights"] - fused["owned_weight_bytes"]
-    assert fused["owned_weight_bytes"] > 0.9 * fused["pools"]["weights"]
+    assert fused["owned_weight_bytes"] > fused["pools"]["gradients"]
     if len(chosen) > 1:
         stored = answers[f"{place}/megatron/r0"]
         assert stored["pools"]["gradients"] == stored["pools"]["weights"]
@@ -55,8 +56,8 @@ def _distances():
     def no_sum(recipe, models):
         chunks, optimizer = right.attach(recipe, models)
         for p in chunks[0].parameters():
-            # As if the other rank had no tokens.
-            p.register_hook(lambda gradient: gradient / 2)
+            # As if one rank had no tokens.
+            p.register_hook(lambda gradient: gradient * (dist.get_rank() == 0))
         return chunks, optimizer
 
     arms.ARMS["no-decay"] = dataclasses.replace(right, attach=no_decay)
