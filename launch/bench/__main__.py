@@ -52,9 +52,10 @@ def identity(log: dict) -> tuple:
 
 def known_parity(log: dict, cell: spec.Cell) -> dict | None:
     """The check of the same arm on the same kind of model and degrees, by an earlier cell of this file."""
+    kind = shapes.get(cell.shape).kind
     for answer in log["cells"].values():
         earlier, checked = spec.Cell(**answer["cell"]), answer.get("parity")
-        if checked and (earlier.arm, earlier.checked) == (cell.arm, cell.checked):
+        if checked and checked["kind"] == kind and (earlier.arm, earlier.through) == (cell.arm, cell.through):
             return checked
     return None
 
@@ -135,7 +136,7 @@ def measure(bench: spec.Bench, log: dict, out: Path, options: argparse.Namespace
     cells = spec.cells(bench, arms.BUCKETED)
     todo = [cell for cell in cells if cell.key not in log["cells"]]
     device = "cpu" if options.rehearse else "cuda"
-    run = (Forked(bool(bench.parallel)) if options.fork else Spawned()) if todo else None
+    run = (Forked(bool(bench.parallel), device) if options.fork else Spawned()) if todo else None
     console = Console(width=None if sys.stdout.isatty() else 160)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cells", total=len(todo))

@@ -1,10 +1,11 @@
 """Forks a process a cell or rank, after the imports: a line of JSON in, its exit code out (null: out of time).
 
-``python -m launch.bench.nursery [--megatron]``: cells through Megatron need no transformers.
+``python -m launch.bench.nursery [--megatron cpu|cuda]``: cells through Megatron need it in place of transformers.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from launch import cpu, quiet
 from launch.bench import cell, model
 
 POLL_S = 0.02
@@ -72,7 +74,12 @@ def _end(pids: set[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if "--megatron" not in argv:
+    if argv:
+        quiet.hush()
+        cpu.enable(argv[1])
+        importlib.import_module("launch.bench.megatron_loop")
+        importlib.import_module("forge_megatron.megatron.build")
+    else:
         model.warm()
     if torch.cuda.is_initialized():
         raise RuntimeError("an import has initialised CUDA, which a fork cannot use; run the bench without --fork")

@@ -67,13 +67,14 @@ class Forked:
     It saves the imports, which take longer than most cells. That process never touches a GPU.
 
     Args:
-        megatron: the cells are through Megatron, which each imports itself: on a CPU it is patched before.
+        megatron: the cells are through Megatron.
+        device: "cpu" or "cuda", for which Megatron is imported.
     """
 
-    def __init__(self, megatron: bool = False):
+    def __init__(self, megatron: bool = False, device: str = "cuda"):
         environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "launch.bench.nursery", *(["--megatron"] if megatron else [])]
+        command = [sys.executable, "-m", "launch.bench.nursery", *(["--megatron", device] if megatron else [])]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def run(self, order: dict) -> dict:

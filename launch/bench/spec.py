@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 from launch import config
-from launch.bench import shapes
 from launch.bench.layout import Layout, parse
 
 BENCHES = config.RECIPES / "bench"
@@ -71,10 +70,9 @@ class Cell:
         return Layout(parallel, self.micro_batches, self.experts, recompute=self.checkpointing)
 
     @property
-    def checked(self) -> str:
-        """Cells of one arm with the same have one check: kind of model, degrees, micro-batches, experts or none."""
-        parts = [shapes.get(self.shape).kind, self.parallel or ""]
-        return "/".join([*parts, f"m{self.micro_batches}", "experts" if self.experts else ""])
+    def through(self) -> tuple:
+        """Of cells of one arm on one kind of model, those with the same have one check."""
+        return self.parallel, self.micro_batches, self.experts > 0
 
     @property
     def key(self) -> str:

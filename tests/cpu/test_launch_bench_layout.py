@@ -81,10 +81,11 @@ def test_the_papers_shapes_have_the_papers_parameters(shape, parameters):
 
 def test_cells_of_other_degrees_are_checked_apart():
     cell = spec.Cell("tiny-gpt", "megatron", 1, 16, parallel="tp2")
-    others = ({"parallel": "pp2"}, {"micro_batches": 2}, {"experts": 4}, {"shape": "tiny-qwen3"})
-    for other in others:
-        assert spec.Cell(**{**vars(cell), **other}).checked != cell.checked
-    assert spec.Cell(**{**vars(cell), "sequence": 32}).checked == cell.checked
+    known = {"cell": vars(cell), "parity": {"kind": "gpt"}}
+    log = {"cells": {cell.key: known}}
+    for other in ({"parallel": "pp2"}, {"micro_batches": 2}, {"experts": 4}, {"shape": "tiny-qwen3"}):
+        assert bench_main.known_parity(log, spec.Cell(**{**vars(cell), **other})) is None
+    assert bench_main.known_parity(log, spec.Cell(**{**vars(cell), "sequence": 32})) is known["parity"]
 
 
 def test_a_cells_recipe_has_its_batch_and_an_arms_keys():
