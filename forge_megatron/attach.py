@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,7 +15,8 @@ from forge_megatron.hidden import with_adamw
 from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import ForgeGroupedLinear, ForgeLinear, GroupedLinear
 from forge_megatron.linear.attached import Attached, fuse
-from forge_megatron.linear.ownership import reason_experts_not_fused, reason_not_fused
+from forge_megatron.linear.ownership import reason_experts_not_fused, reason_not_fused, reason_routed_not_fused
+from forge_megatron.linear.routed import ForgeRoutedExperts, weights_of_routed
 from forge_megatron.optimizer import ForgeOptimizer
 from forge_megatron.vocab import ForgeEmbedding
 from forge_megatron.vocab import embedding as vocab_embedding
@@ -90,33 +92,38 @@ def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:
 
     An embedding that cannot be owned leaves its weight to a head that shares it, which then waits for both.
     """
-    weights: dict[Tensor, list[tuple[nn.Module, type[Attached]]]] = {}
+    weights: dict[Tensor, list[tuple[nn.Module, str, type[Attached]]]] = {}
     read: dict[Tensor, str] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight not in optimizer.names or is_sharded(weight):
-            continue
-        if isinstance(module, nn.Embedding):
-            reason, forge, others = vocab_embedding.reason_not_fused(module), ForgeEmbedding, read
-        elif isinstance(module, nn.Linear):
-            reason, forge, others = reason_not_fused(module), ForgeLinear, optimizer.reasons
-        elif isinstance(module, GroupedLinear):
-            reason, forge = reason_experts_not_fused(module), ForgeGroupedLinear
-            others = optimizer.reasons
-        else:
-            continue
-        if reason is None:
-            weights.setdefault(weight, []).append((module, forge))
-        else:
-            others[weight] = reason
+        for name, forge, why_not in _fusable(module):
+            weight = module._parameters.get(name)
+            if weight is None or weight not in optimizer.names or is_sharded(weight):
+                continue
+            reason = why_not()
+            if reason is None:
+                weights.setdefault(weight, []).append((module, name, forge))
+            else:
+                (read if forge is ForgeEmbedding else optimizer.reasons)[weight] = reason
     for weight, modules in weights.items():
         if weight in optimizer.reasons or weight in optimizer.owned:
             continue
         owned = optimizer.own(weight)
-        for module, forge in modules:
-            fuse(module, owned, forge)
-        optimizer.fused_modules.extend(module for module, _ in modules)
+        for module, name, forge in modules:
+            fuse(module, owned, forge, name)
+        optimizer.fused_modules.extend(module for module, _, _ in modules)
     optimizer.reasons.update((weight, reason) for weight, reason in read.items() if weight not in optimizer.owned)
+
+
+def _fusable(module: nn.Module) -> list[tuple[str, type[Attached], Callable[[], str | None]]]:
+    """Names of a module's weights, the class that steps each in its backward, and what says why it may not."""
+    if isinstance(module, nn.Embedding):
+        return [("weight", ForgeEmbedding, partial(vocab_embedding.reason_not_fused, module))]
+    if isinstance(module, nn.Linear):
+        return [("weight", ForgeLinear, partial(reason_not_fused, module))]
+    if isinstance(module, GroupedLinear):
+        return [("weight", ForgeGroupedLinear, partial(reason_experts_not_fused, module))]
+    routed = weights_of_routed(module)
+    return [(name, ForgeRoutedExperts, partial(reason_routed_not_fused, module, name)) for name in routed]
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -1,13 +1,14 @@
 """EP1: a Megatron GPT, experts over ranks with FORGE, against all experts on one rank with Megatron's optimizer.
 
 Each rank of the expert-parallel run has its own micro-batches; in the reference every rank takes all of them, as one
-process would. No token ever comes to one of the experts, which still decays. Two runs: in backward, and waiting, with
-two micro-batches and clipping in force at every step.
+process would. No token ever comes to one of the experts, which still decays. Three runs: in backward, experts as
+weights of their own and in one tensor, and waiting, with two micro-batches and clipping in force at every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gates.gate import Case, Degrees, Gate, Reading
@@ -27,7 +28,7 @@ LOSS, NORM, STATES = 4.9e-5, 2.0**-20, 2.0**-18
 DECAY = STEPS * 2.0**-24
 
 
-def recipe(case: Case, micro_batches: int, *, all_local: bool) -> Recipe:
+def recipe(case: Case, micro_batches: int, *, all_local: bool, grouped: bool = False) -> Recipe:
     from launch import config
 
     ranks = case.degrees.ep
@@ -35,7 +36,7 @@ def recipe(case: Case, micro_batches: int, *, all_local: bool) -> Recipe:
     return config.Recipe(
         model=config.Model(
             num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, vocab_size=128, dtype=case.dtype,
-            num_experts=2 * ranks, expert_topk=1,
+            num_experts=2 * ranks, expert_topk=1, expert_grouped=grouped,
         ),
         parallel=config.Parallel(data=ranks, expert=1 if all_local else ranks),
         data=config.Data(sequence_length=SEQUENCE),
@@ -72,6 +73,15 @@ def starve(model) -> None:
         rows[STARVED] = rows.sum(0) / (len(rows) - 1)
 
 
+def by_expert(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Those of experts in one tensor by the names of SequentialMLP's; others as they are."""
+    numbers = re.search(r"\.(\d+)-\d+\.", name)
+    if numbers is None:
+        return {name: tuple(tensors)}
+    experts = enumerate(zip(*tensors, strict=True), int(numbers[1]))
+    return {name.replace(numbers[0], f".local_experts.{number}."): each for number, each in experts}
+
+
 def train(recipe: Recipe):
     """Train for STEPS.
 
@@ -93,8 +103,13 @@ def train(recipe: Recipe):
     (model,) = build_chunks(recipe, recipe.model.vocab_size, device)
     starve(model)
     known = global_names(model)
-    starved = {known[n]: p for n, p in model.named_parameters() if f".local_experts.{STARVED}." in known[n]}
-    decayed = {name: p.detach().double() for name, p in starved.items()}
+    starved = {
+        name: (p, weight)
+        for n, p in model.named_parameters()
+        for name, (weight,) in by_expert(known[n], [p.detach()]).items()
+        if f".local_experts.{STARVED}." in name
+    }
+    decayed = {name: weight.double() for name, (_, weight) in starved.items()}
     chunks, optimizer = wrap_and_optimize(recipe, [model])
     scheduler = build_schedule(recipe, optimizer)
     step.connect(chunks, optimizer)
@@ -110,21 +125,25 @@ def train(recipe: Recipe):
         losses.append(loss)
         norms.append(norm)
         for group in optimizer.param_groups:
-            for name in [name for name, p in starved.items() if any(p is other for other in group["params"])]:
+            for name in [n for n, (p, _) in starved.items() if any(p is other for other in group["params"])]:
                 decayed[name] *= 1.0 - group["lr"] * group["weight_decay"]
-    kept = {known[name]: state for name, state in states(model, optimizer).items()}
-    return losses, norms, kept, {name: (p.detach().double(), decayed[name]) for name, p in starved.items()}
+    kept = {}
+    for name, state in states(model, optimizer).items():
+        kept |= by_expert(known[name], state)
+    return losses, norms, kept, {name: (weight.double(), decayed[name]) for name, (_, weight) in starved.items()}
 
 
 def measure(case: Case) -> list[Reading]:
     from gates.layout import instead_of
     from gates.pair import worst_relative_rms
 
-    readings = []
-    for micro_batches, how in ((1, "in backward"), (2, "waiting")):
-        with instead_of(case.degrees, Degrees(dp=case.degrees.dp)):
-            losses, norms, reference, _ = train(recipe(case, micro_batches, all_local=True))
-        our_losses, our_norms, ours, starved = train(recipe(case, micro_batches, all_local=False))
+    readings, references = [], {}
+    with instead_of(case.degrees, Degrees(dp=case.degrees.dp)):
+        for micro_batches in (1, 2):
+            references[micro_batches] = train(recipe(case, micro_batches, all_local=True))
+    for micro_batches, grouped, how in ((1, False, "in backward"), (1, True, "in one tensor"), (2, False, "waiting")):
+        losses, norms, reference, _ = references[micro_batches]
+        our_losses, our_norms, ours, starved = train(recipe(case, micro_batches, all_local=False, grouped=grouped))
         moments = [state for name in starved for state in ours.pop(name)]
         pairs = [(a, b) for name in ours for a, b in zip(ours[name], reference[name], strict=True)]
         left = [((weight - decay).abs().max() / decay.abs().max()).item() for weight, decay in starved.values()]

@@ -15,6 +15,7 @@ from forge_megatron.kernels import local
 from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.hooks import has_gradient_hook
 from forge_megatron.linear.modules import ForgeLinear
+from forge_megatron.linear.routed import TORCH_IMPLEMENTATIONS, ForgeRoutedExperts
 
 FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,11 +39,29 @@ def reason_experts_not_fused(module: GroupedLinear) -> str | None:
     return reason_not_owned(module)
 
 
-def reason_not_owned(module: nn.Module) -> str | None:
-    """None if ``module.weight`` is a parameter that can be stepped where its module is differentiated."""
+def reason_routed_not_fused(module: nn.Module, name: str) -> str | None:
+    """None if the weight ``name`` of a module of which ``weights_of_routed`` knows it can be stepped in backward."""
+    kind = type(module).__name__
+    # What transformers' decorator puts around an experts' forward; a class below may have another.
+    if not (isinstance(module, ForgeRoutedExperts) or hasattr(type(module).forward, "__wrapped__")):
+        return f"{kind} has a forward of its own"
+    implementation = getattr(module.config, "_experts_implementation", None)
+    if implementation not in TORCH_IMPLEMENTATIONS:
+        return f"{kind} multiplies by experts_implementation={implementation!r}"
+    if module.has_post_expert_norm:
+        return f"{kind} normalises after each expert"
+    if module._is_expert_parallel:
+        return f"{kind} has its experts on several ranks"
+    if not getattr(module, name).is_contiguous():
+        return "experts in one tensor, which is not contiguous"
+    return reason_not_owned(module, name)
+
+
+def reason_not_owned(module: nn.Module, name: str = "weight") -> str | None:
+    """None if this weight of ``module`` is a parameter that can be stepped where its module is differentiated."""
     if parametrize.is_parametrized(module):
         return "parametrized: the parameter is not the matrix that is multiplied"
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(name)
     if weight is None:
         return "the weight is not a parameter (weight_norm, pruning)"
     if type(weight) not in (nn.Parameter, Fp8Weight):

@@ -288,7 +288,19 @@ def experts_of_one_ranks_mean():
 
 def experts_without_tokens_are_left_out():
     deliver = Use.deliver
-    return patch.object(Use, "deliver", lambda use, dy, x, **kwargs: deliver(use, dy, x, **kwargs) if len(dy) else None)
+
+    def of_some(use, dy, x, **kwargs):
+        if len(x):
+            deliver(use, dy, x, **kwargs)
+
+    return patch.object(Use, "deliver", of_some)
+
+
+def tokens_of_the_expert_before():
+    from forge_megatron.linear import grouped
+
+    rows = grouped.GroupedRows
+    return patch.object(grouped, "GroupedRows", lambda dy, bounds: rows(dy, (bounds - 1).clamp(min=0)))
 
 
 def norms_of_this_ranks_experts():
@@ -369,6 +381,7 @@ BREAKS = {
         no_sum_over_ranks: "loss gap, in backward",
         no_decay: "starved expert: weight less its decay, waiting",
         twice_the_gradient: "Δstate, in backward",
+        tokens_of_the_expert_before: "Δstate, in one tensor",
     },
 }
 
