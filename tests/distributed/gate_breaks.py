@@ -91,7 +91,7 @@ def a_rank_parts():
 
 def twice_the_gradient():
     deliver = Use.deliver
-    return patch.object(Use, "deliver", lambda use, dy, x, **kwargs: deliver(use, 2 * dy, x, **kwargs))
+    return patch.object(Use, "deliver", lambda use, dy, x, **kwargs: deliver(use, dy, 2 * x, **kwargs))
 
 
 def not_a_number():
