@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -25,7 +25,7 @@ from forge_megatron.kernels import local
 from forge_megatron.linear import Use
 from gates.gate import Case, get
 from gates.worker import measure, ranks
-from tests.distributed import context_breaks, pipeline_breaks
+from tests.distributed import context_breaks, expert_breaks, pipeline_breaks
 
 DONE = SimpleNamespace(wait=lambda: None)
 
@@ -279,37 +279,6 @@ def bits_of_this_rank():
     )
 
 
-def experts_of_one_ranks_mean():
-    """Without Megatron's factor on an expert's gradient, which has come from the losses of all ranks."""
-    from forge_megatron.linear import FusedStep
-
-    return patch.object(FusedStep, "_multiplier", lambda self, device: torch.ones((), device=device))
-
-
-def experts_without_tokens_are_left_out():
-    deliver = Use.deliver
-
-    def of_some(use, dy, x, **kwargs):
-        if len(x):
-            deliver(use, dy, x, **kwargs)
-
-    return patch.object(Use, "deliver", of_some)
-
-
-def tokens_of_the_expert_before():
-    from forge_megatron.linear import grouped
-
-    rows = grouped.GroupedRows
-    return patch.object(grouped, "GroupedRows", lambda dy, bounds: rows(dy, (bounds - 1).clamp(min=0)))
-
-
-def norms_of_this_ranks_experts():
-    from forge_megatron.megatron import domains
-
-    experts = domains.experts
-    return patch.object(domains, "experts", lambda: replace(experts(), model_group=domains.dense().model_group))
-
-
 BREAKS = {
     "CP1": context_breaks.BREAKS,
     "PP1": pipeline_breaks.BREAKS,
@@ -375,13 +344,13 @@ BREAKS = {
         no_clipping: "Δstate, waiting",
     },
     "EP1": {
-        experts_of_one_ranks_mean: "norm gap, in backward",
-        experts_without_tokens_are_left_out: "starved expert: weight less its decay, in backward",
-        norms_of_this_ranks_experts: "norm gap, waiting",
+        expert_breaks.experts_of_one_ranks_mean: "norm gap, in backward",
+        expert_breaks.experts_without_tokens_are_left_out: "starved expert: weight less its decay, in backward",
+        expert_breaks.norms_of_this_ranks_experts: "norm gap, waiting",
         no_sum_over_ranks: "loss gap, in backward",
         no_decay: "starved expert: weight less its decay, waiting",
         twice_the_gradient: "Δstate, in backward",
-        tokens_of_the_expert_before: "Δstate, in one tensor",
+        expert_breaks.tokens_of_the_expert_before: "Δstate, in one tensor",
     },
 }
 
