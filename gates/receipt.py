@@ -31,6 +31,10 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(0) if device == "cuda" else f"cpu {platform.machine()}"
 
 
+#: What every entry is read for.
+FIELDS = frozenset(("code", "versions", "device", "passed", "readings", "failure", "at"))
+
+
 class Receipt:
     """The receipt's file, read and written whole.
 
@@ -59,6 +63,11 @@ class Receipt:
             raise ValueError(f"{self.path} is not a receipt ({error!r}): delete it and run python -m gates") from error
         if schema != SCHEMA:
             raise ValueError(f"{self.path} has schema {schema}, this code writes {SCHEMA}: delete it")
+        for key, entry in self.entries.items():
+            if lacking := FIELDS - entry.keys():
+                raise ValueError(
+                    f"{self.path}: {key} has no {', '.join(sorted(lacking))}: delete it and run python -m gates"
+                )
 
     def add(self, result: Result) -> None:
         """Write a result down, beside what other processes wrote meanwhile."""

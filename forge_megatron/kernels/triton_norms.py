@@ -130,10 +130,12 @@ def takes(segments: Sequence[Segment], shape: Sequence[int]) -> bool:
         return False
     used = [segment for segment in segments if segment[0].shape[0]]
     tensors = [tensor for segment in used for tensor in segment]
+    # One without tokens has a dtype too, and the first one's is that of the launch.
+    dtypes = {tensor.dtype for segment in segments for tensor in segment}
     return (
         0 < len(used) <= MAX_SEGMENTS
         and all(extent % 8 == 0 for extent in shape)
-        and len({tensor.dtype for tensor in tensors}) == 1
+        and len(dtypes) == 1
         and tensors[0].dtype in (torch.bfloat16, torch.float16)
         and all(
             tensor.stride(1) == 1

@@ -291,6 +291,16 @@ def test_a_broken_receipt_is_refused_and_not_replaced(command, sources):
     assert "schema 0" in command("--tp", "2", "--ensure")[1]
 
 
+def test_a_receipt_with_half_an_entry_is_refused(command, sources):
+    command("TP", "--nproc", "2")
+    path = sources / "receipt.json"
+    book = json.loads(path.read_text())
+    del book["entries"]["TP tp2 fp32 cpu"]["versions"]
+    path.write_text(json.dumps(book))
+    with pytest.raises(ValueError, match="TP tp2 fp32 cpu has no versions: delete it"):
+        Receipt(path)
+
+
 def test_two_processes_add_to_one_receipt(sources):
     first, second = Receipt(sources / "receipt.json"), Receipt(sources / "receipt.json")
     first.add(result(CASE))
