@@ -213,7 +213,7 @@ def load(name: str, overrides: list[str] | None = None, kind: type = Recipe, fol
             raise RecipeError(str(path), "a recipe is a mapping of sections")
         _check_known(plain, kind, "")
         try:
-            schema = OmegaConf.merge(schema, layer)
+            schema = OmegaConf.merge(schema, _at_home(plain))
         except OmegaConfBaseException as error:
             raise _naming_key(error) from error
     try:
@@ -223,6 +223,15 @@ def load(name: str, overrides: list[str] | None = None, kind: type = Recipe, fol
         return OmegaConf.to_object(schema)
     except OmegaConfBaseException as error:
         raise _naming_key(error) from error
+
+
+def _at_home(node: Any) -> Any:
+    """``~/`` of a path made the user's folder: a shell does so at the beginning of a word, not after ``key=``."""
+    if isinstance(node, dict):
+        return {key: _at_home(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_at_home(value) for value in node]
+    return str(Path(node).expanduser()) if isinstance(node, str) and node.startswith("~/") else node
 
 
 def _naming_key(error: OmegaConfBaseException) -> RecipeError:

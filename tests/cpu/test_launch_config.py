@@ -82,6 +82,13 @@ def test_an_unknown_recipe_lists_the_known():
         config.load("no-such-recipe")
 
 
+def test_a_path_in_the_users_folder(recipe_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = config.load(str(recipe_file), ["run.dir=~/runs/a", "data.train=[~/text,other/~]"])
+    assert recipe.run.dir == f"{tmp_path}/runs/a"
+    assert recipe.data.train == [f"{tmp_path}/text", "other/~"]
+
+
 def test_written_recipe_reads_back(recipe_file, tmp_path):
     recipe = config.load(str(recipe_file), ["optimizer.recipe=fp32-state", "data.train_weights=[0.25, 0.75]"])
     again = tmp_path / "again.yaml"
