@@ -64,12 +64,15 @@ _FIXED = (
 
 def _expect_fixed(recipe: Recipe, saved: dict) -> None:
     for key, value in saved.items():
+        if key == "parallel.expert" and recipe.optimizer.use_forge:
+            continue  # Megatron's own optimizers do not read what another number of them has written
         if recipe.get(key) != value:
             raise RecipeError(key, f"{recipe.get(key)} here, {value} in the checkpoint: it cannot change in a run")
 
 
-# Of Megatron's distributed optimizer, so that any number of ranks reads its states.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Megatron's: any number of ranks reads the distributed optimizer's states, and a state has the same key whether dense
+# weights and experts have one optimizer, on one expert-parallel rank, or two.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, loading: bool = False) -> dict:
@@ -112,7 +115,7 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
     if not same_ranks:
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
-    load_schedule(scheduler, loaded["scheduler"], _param_groups(loaded["optimizer"]))
+    load_schedule(scheduler, loaded["scheduler"], _param_groups(common["optimizer"]))
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model"][f"chunk{i}"])
     optimizer.load_state_dict(loaded["optimizer"])

@@ -21,6 +21,7 @@ from torch import Tensor
 from forge_megatron.megatron import checkpoint
 from forge_megatron.megatron.dense import Dense, dense_held
 from forge_megatron.megatron.replicas import expect_equal_replicas
+from forge_megatron.megatron.resharded import of_each
 from forge_megatron.optimizer import ForgeOptimizer
 
 
@@ -257,6 +258,11 @@ class ForgeChainedOptimizer(ChainedOptimizer):
 
     def count_zeros(self) -> float:
         return self._forges[0].count_zeros()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if len(self._forges) == len(self.chained_optimizers):
+            state_dict = of_each(self._forges, state_dict)
+        super().load_state_dict(state_dict)
 
     def _synchronize_steps(self) -> None:
         """Of fused optimizers' groups; an optimizer all of whose parameters are FORGE's has none."""

@@ -11,6 +11,10 @@ import torch
 from megatron_ranks import Workers as Workers
 from megatron_ranks import layout as layout
 from megatron_ranks import run as run
+from megatron_saving import load as load
+from megatron_saving import load_schedule as load_schedule
+from megatron_saving import owned_state as owned_state
+from megatron_saving import save as save
 
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
 
@@ -351,49 +355,3 @@ def poison(session: Run, value: float) -> None:
 def gap(first: list[float], second: list[float]) -> float:
     """The largest difference of two curves; raises if they have different lengths."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
-
-
-def _sharded(session: Run, is_loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if len(session.models) == 1:
-        model = session.model.sharded_state_dict(metadata=metadata)
-    else:
-        model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(session.models)}
-    optimizer = session.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer, "schedule": session.schedule.state_dict()}
-
-
-def save(session: Run, folder: str) -> None:
-    """A dist_checkpointing checkpoint, and the position in the data."""
-    from megatron.core import dist_checkpointing
-
-    state = _sharded(session, is_loading=False)
-    dist_checkpointing.save({**state, "generator": session.generator.get_state()}, folder)
-
-
-def load_schedule(session: Run, state: dict[str, Any]) -> None:
-    session.schedule.num_steps = 0  # Megatron adds the saved steps to those already made
-    session.schedule.load_state_dict(state)
-
-
-def load(session: Run, folder: str) -> None:
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load(_sharded(session, is_loading=True), folder)
-    for index, model in enumerate(session.models):
-        model.load_state_dict(state["model"] if len(session.models) == 1 else state["model"][f"model{index}"])
-    session.optimizer.load_state_dict(state["optimizer"])
-    load_schedule(session, state["schedule"])
-    session.generator.set_state(state["generator"])
-
-
-def owned_state(session: Run) -> dict[str, dict[str, torch.Tensor]]:
-    """Name to state of the weights that FORGE steps, experts too."""
-    return {
-        one.layout.names[p]: {key: value.clone() for key, value in state.items()}
-        for one in session.optimizer.chained_optimizers
-        if hasattr(one, "forge")
-        for p, state in one.forge.state.items()
-    }

@@ -36,14 +36,36 @@ def results():
     return workers.results(4)
 
 
-#: Where a checkpoint is written, and read. Stages come last: their ranks are in different numbers of process groups, by
-#: which torch names a group that only some ranks make, as FORGE does.
+#: Where a checkpoint is written, and read. Stages come last, as do the functions about them: their ranks are in different
+#: numbers of process groups, by which torch names a group that only some ranks make, as FORGE does.
 LAYOUTS = {
-    "experts over two ranks": {"tp": 1, "ep": 2},
+    "every expert on every rank": {"tp": 1},
     "experts over four ranks": {"tp": 1, "ep": 4},
     "stages": STAGES,
 }
 CHECKPOINTED = BASE.with_forge()
+
+
+@workers
+def _masters() -> list[dict]:
+    """bf16 weights with fp32 masters: written with all experts on a rank, read and written with one, and read again."""
+    case = replace(CHECKPOINTED, dtype=torch.bfloat16).with_forge(recipe="fp32-master")
+    found, shared = [], [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    for number, degrees in enumerate(({"tp": 1}, {"tp": 1, "ep": 4}, {"tp": 1})):
+        with layout(**degrees):
+            session = Run(case)
+            if number:
+                load(session, f"{shared[0]}/{number - 1}")
+            else:
+                session.train(2)
+            found.append(owned_state(session))
+            os.makedirs(f"{shared[0]}/{number}", exist_ok=True)
+            dist.barrier()
+            save(session, f"{shared[0]}/{number}")
+    dist.barrier()
+    shutil.rmtree(shared[0], ignore_errors=True)
+    return found
 
 
 @workers
@@ -59,7 +81,7 @@ def _written() -> dict:
             session = Run(CHECKPOINTED)
             session.train(2)
             save(session, folder)
-            found[writer] = folder, owned_state(session), session.train(1)
+            found[writer] = folder, owned_state(session), session.train(2)
             for other in [name for name in LAYOUTS if name in found]:
                 found[other, writer] = _read(found[other][0])
     return found
@@ -68,7 +90,19 @@ def _written() -> dict:
 def _read(folder: str) -> tuple[dict, dict]:
     session = Run(CHECKPOINTED)
     load(session, folder)
-    return owned_state(session), session.train(1)
+    return owned_state(session), session.train(2)
+
+
+def test_masters_go_to_other_ranks_and_come_back(results):
+    ranks = results["_masters"]
+    first = ranks[0][0]
+    assert all("master" in state for state in first.values())
+    apart = {name: state for rank in ranks for name, state in rank[1].items()}
+    for found in (apart, *(rank[2] for rank in ranks)):
+        assert found.keys() == first.keys()
+        for name, state in first.items():
+            for key, value in state.items():
+                assert torch.equal(value, found[name][key]), (name, key)
 
 
 def _read_of_stages(folder: str) -> dict:

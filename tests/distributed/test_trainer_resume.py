@@ -85,6 +85,24 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(arm, data, tmp_path):
         assert one.losses()[step] == pytest.approx(two.losses()[step], abs=5e-6)
 
 
+def test_experts_are_read_by_another_number_of_expert_parallel_ranks(data, tmp_path):
+    """Half of them on each of two ranks, and then all on both; Megatron's own optimizer refuses by the key."""
+    experts = ("model.num_experts=4", "parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "run.steps=4")
+    apart = Job(tmp_path / "apart", data, (*experts, "optimizer.use_forge=true"))
+    apart.run("parallel.expert=2", "checkpoint.every=2")
+    for forge in ("true", "false"):
+        together = Job(tmp_path / forge, data, (*experts, f"optimizer.use_forge={forge}"))
+        together.checkpoints.mkdir(parents=True)
+        shutil.copytree(apart.checkpoints / "step_00000002", together.checkpoints / "step_00000002")
+        said = together.run(code=0 if forge == "true" else 1)
+        if forge == "false":
+            assert "parallel.expert: 1 here, 2 in the checkpoint" in said
+            continue
+        for step in (3, 4):
+            assert together.losses()[step] == pytest.approx(apart.losses()[step], abs=5e-6)
+            assert together.grad_norms()[step] == pytest.approx(apart.grad_norms()[step], rel=2e-5)
+
+
 @pytest.mark.parametrize("arm", ["standard", "forge, waiting"])
 def test_another_schedule_is_refused_by_its_key_or_taken_when_asked(arm, data, tmp_path):
     job = Job(tmp_path / "job", data, (*ARMS[arm], "optimizer.decay_style=constant", "optimizer.decay_steps=10"))
