@@ -5,7 +5,8 @@ parameter's name (``optimizer.state.exp_avg.<key>``), param groups in Megatron's
 either kind of run reads the other's checkpoint, on any tensor-parallel size, and no conversion is needed.
 Under the distributed optimizer each data-parallel rank writes its rows of a state, with the same keys, so that any
 number of ranks reads them, with sharded states or without. 8-bit states are written in fp32, from which they are read
-with the same codes, unless another tensor-parallel size cuts their blocks of 64 elsewhere.
+with the same codes, unless another tensor-parallel size cuts their blocks of 64 elsewhere. For another number of
+expert-parallel ranks see :mod:`forge_megatron.megatron.resharded`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def results():
     return workers.results(4)
 
 
-#: Where a checkpoint is written, and read. Stages come last, as do the functions about them: their ranks are in different
-#: numbers of process groups, by which torch names a group that only some ranks make, as FORGE does.
+#: Where a checkpoint is written, and read. Stages come last, as do the functions about them: their ranks are in
+#: different numbers of process groups, by which torch names a group that only some ranks make, as FORGE does.
 LAYOUTS = {
     "every expert on every rank": {"tp": 1},
     "experts over four ranks": {"tp": 1, "ep": 4},
