@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge_megatron import rules
 from forge_megatron.megatron import switches
@@ -98,3 +99,26 @@ def test_the_table_of_rules_lists_what_there_is():
                 variant = rule.variant({**rule.defaults, "lr": 1.0, **switched})
                 assert all(f"`{state}`" in states for state in variant.states), name
                 assert str(4 * len(variant.states)) in sizes.split("; "), name
+
+
+@pytest.mark.parametrize("name", [name for name in rules.available() if rules.get(name).regime != "fused"])
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 4096)])
+def test_the_table_of_rules_counts_what_is_not_of_the_weights_shape_too(name, shape):
+    """By what a matrix has with the rule's own defaults; what is one a row or a column is less than a byte."""
+    rows = rows_of_rules()
+    _, _, states, sizes, *_ = rows[name]
+    said = f"{rows['galore'][2]} {states}" if states.startswith("the same") else states
+    sizes = rows["galore"][3] if sizes == "the same" else sizes
+    rule = rules.get(name)
+    group = rule.resolve({"lr": 1.0})
+    statistics = rule.statistics(group, torch.Size(shape))
+    for kept in (*rule.states, *statistics):
+        assert f"`{kept}`" in said or f"`{kept.removeprefix('accumulator')}`" in said, kept
+    elements = sum(torch.Size(extents).numel() for extents in statistics.values())
+    counted = 4 * len(rule.states) + 4 * elements / torch.Size(shape).numel()
+    if rule.regime == "projected":
+        known = {"r": group["rank"], "O": shape[0], "I": shape[1], "min": min, "max": max}
+        formula = sizes.replace(" r ", " * r ")
+        assert counted == pytest.approx(eval(formula, known), abs=1e-5)
+    else:
+        assert int(sizes.split(";")[0]) <= counted < int(sizes.split(";")[0]) + 0.02
