@@ -7,7 +7,7 @@ R, ``s = |N| / (|R| + 1e-8)`` of each channel of the larger extent (``scale_type
 decay, and vectors are GaLore's (:mod:`.galore`).
 
 The gradient never exists: R is ``dY^T (X V^T)``, and a tile of ``s G`` is one of G, scaled where it was formed. Its
-norm is a second pass over the factors, by the norm-only kernel.
+norm is a second pass over the factors, by the norm-only kernel; with one factor for all it is also G's own norm.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ Vectors are stepped by the same Adam without a projection; the package leaves th
 projected to param groups, and so does this: embeddings and the head belong in one with ``rule="adamw"``.
 
 The gradient never exists: R is one product of factors, ``dY^T (X V^T)``, and ``N V`` is formed tile by tile by the
-fused kernel, whose epilogue steps the weight. The projection comes from the factors too, by a randomised range
-finder: **an approximation** of the authors' SVD. ``proj="svd"`` is theirs, and forms one layer's G at a refresh.
+fused kernel, whose epilogue steps the weight; on a GPU from bf16 parts of both that make up fp32. The projection comes
+from the factors too, by a randomised range finder: **an approximation** of the authors' SVD. ``proj="svd"`` is theirs,
+and forms one layer's G at a refresh.
 """
 
 from __future__ import annotations
