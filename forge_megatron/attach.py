@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge_megatron.codes import store_as_codes
 from forge_megatron.coordinator import find_shards, wholes_of
+from forge_megatron.formats import in_memory
 from forge_megatron.hidden import with_adamw
 from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import ForgeGroupedLinear, ForgeLinear, GroupedLinear
@@ -74,7 +75,8 @@ def attach(
         optimizer.detach()
         raise
     optimizer.watch()
-    optimizer.synchronize([*model.parameters(), *model.buffers()])
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    optimizer.synchronize([part for tensor in tensors for part in in_memory(tensor)])
     if options.get("process_group") is not None:
         _hide_from_ddp(model, optimizer)
     return optimizer

@@ -39,7 +39,7 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
         Whether there are any.
 
     Raises:
-        NotImplementedError: weights that ranks share, or a rule that reads whole matrices; nothing has changed then.
+        NotImplementedError: weights that ranks step by rows, or a rule that reads whole matrices; nothing has changed.
     """
     formats = {key: options.get(key) for key in FORMAT_KEYS}
     readers: dict[Tensor, list[nn.Module]] = {}
@@ -51,10 +51,10 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
         for p in group["params"]:
             if resolve_group(p.dtype, group, formats)[1].name != "fp8":
                 continue
-            if options.get("process_group") is not None or is_sharded(p):
+            if options.get("sharding") == "states" or is_sharded(p):
                 raise NotImplementedError(
-                    f"{optimizer.names[p]}: weight_store='fp8' of weights that ranks share is not built; use "
-                    "'stochastic' or 'master'"
+                    f"{optimizer.names[p]}: weight_store='fp8' of weights that ranks step by rows (sharding='states', "
+                    "fully_shard) is not built; use 'stochastic' or 'master', or sharding='none'"
                 )
             if not _only_multiplied(p, readers.get(p, [])):
                 continue

@@ -4,7 +4,7 @@ from .noise import Noise, Origin
 from .recipe import FORMAT_KEYS, RECIPES, resolve_group, resolve_recipe
 from .state import StateFormat, scale_name, state_format, state_format_of
 from .store import WeightStore, weight_store
-from .weight import Fp8Weight
+from .weight import Fp8Weight, in_memory
 
 __all__ = [
     "FORMAT_KEYS",
@@ -14,6 +14,7 @@ __all__ = [
     "Origin",
     "StateFormat",
     "WeightStore",
+    "in_memory",
     "resolve_group",
     "resolve_recipe",
     "scale_name",

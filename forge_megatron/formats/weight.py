@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .code import BLOCK
+from .code import BLOCK, as_bytes
 from .fp8 import WEIGHT
 
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -85,6 +85,11 @@ class Fp8Weight(Tensor):
             )
         args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def in_memory(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What lies in memory of ``tensor``: itself, or codes, as bytes, and scales."""
+    return (as_bytes(tensor.codes), tensor.scales) if isinstance(tensor, Fp8Weight) else (tensor,)
 
 
 def _written(weight: Fp8Weight, source: Tensor) -> Fp8Weight:

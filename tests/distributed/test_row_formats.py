@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ranks import Workers
 from torch import nn
 
 import forge_megatron as forge
+from forge_megatron.formats import Fp8Weight, in_memory
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -77,6 +79,40 @@ def blocks_and_roundings_of_rows():  # field log rows 107 and 108
                     assert value.shape == whole[index][name].shape, (recipe, further, name)
                     same = value.float() == whole[index][name].float()
                     assert same.all(), (recipe, further, index, name)
+
+
+@workers
+def weights_as_codes():
+    """On replicas: codes, scales and states of one process, resumed bit for bit; by rows refused by name."""
+    group, recipe = {"process_group": dist.group.WORLD, "buckets": SUMMED}, {"recipe": "fp8-weight"}
+    for further in ({}, {"buckets": ROW}, {"clip_grad_norm": 1e9}):
+        alone, single = trained(recipe, {}, range(4))
+        net, optimizer = trained(recipe, {**group, **further}, range(2))
+        saved = io.BytesIO()
+        torch.save((net.state_dict(), optimizer.state_dict()), saved)
+        saved.seek(0)
+        weights, states = torch.load(saved)
+        again, resumed = trained(recipe, {**group, **further}, ())
+        again.load_state_dict(weights)
+        resumed.load_state_dict(states)
+        assert isinstance(again.linear.weight, Fp8Weight)
+        for model, stepper in ((net, optimizer), (again, resumed)):
+            take(model, stepper, range(2, 4))
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                assert all(map(torch.equal, in_memory(ours), in_memory(theirs))), (further, ours.shape)
+            for name, value in single.state[alone.linear.weight].items():
+                assert torch.equal(value, stepper.state[model.linear.weight][name]), (further, name)
+        assert f"weight as e4m3 codes of {9 * 70 + 9 * 2 * 2:,} bytes" in str(optimizer.coverage)
+    # A rank that begins elsewhere gets the first rank's codes.
+    other = Constants()
+    with torch.no_grad():
+        other.linear.weight.mul_(1 + dist.get_rank())
+    forge.attach(other, lr=1e-2, **group, **recipe)
+    codes = [torch.empty_like(in_memory(other.linear.weight)[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(codes, in_memory(other.linear.weight)[0])
+    assert all(torch.equal(codes[0], theirs) for theirs in codes)
+    with pytest.raises(NotImplementedError, match=r"^weights.0: weight_store='fp8' of weights that ranks step by"):
+        trained(recipe, {**group, "sharding": "states"})
 
 
 @workers
