@@ -18,6 +18,9 @@ from forge_megatron.linear import owner_of
 from forge_megatron.linear.ownership import reason_not_fused
 from forge_megatron.rules import Rule
 
+# What an Fp8Weight is made of.
+_STORED = {"codes", "scales", "_is_param"}
+
 
 class Governed(Protocol):
     """What is asked of the optimizer."""
@@ -67,7 +70,7 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
             stored.append(p)
     for p in stored:
         if not isinstance(p, Fp8Weight):
-            _become(p, Fp8Weight.of(p))
+            become(p, Fp8Weight.of(p))
     return bool(stored)
 
 
@@ -81,11 +84,13 @@ def store_dense(params: Iterable[Tensor]) -> bool:
     """Gives those of ``params`` that are stored as codes their values in their dtype; whether there are any."""
     stored = [p for p in params if isinstance(p, Fp8Weight)]
     for p in stored:
-        _become(p, p.dequantize())
+        become(p, p.dequantize())
     return bool(stored)
 
 
-def _become(p: Tensor, tensor: Tensor) -> None:
+def become(p: Tensor, tensor: Tensor) -> None:
+    """Puts ``tensor`` in the place of the parameter ``p``, which keeps its gradient and what was written on it."""
     other = nn.Parameter(tensor, requires_grad=p.requires_grad)
     other.grad = p.grad
+    other.__dict__.update((name, value) for name, value in vars(p).items() if name not in _STORED)
     torch.utils.swap_tensors(p, other)

@@ -16,13 +16,15 @@ from megatron.core.rerun_state_machine import RerunMode
 from torch import Tensor, nn
 
 from forge_megatron import rules
-from forge_megatron.formats import RECIPES
+from forge_megatron.formats import RECIPES, weight_store
 from forge_megatron.megatron import domains
 from forge_megatron.megatron.checkpoint import Layout
+from forge_megatron.megatron.codes import expect_storable, store_as_codes, stores_codes
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.domains import Domain
 from forge_megatron.megatron.head import fuse, models_with_head
+from forge_megatron.megatron.layers import ForgeColumnParallelLinear, ForgeRowParallelLinear
 from forge_megatron.megatron.matrices import expect_matrices, groups_of
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 from forge_megatron.megatron.origins import origins
@@ -33,6 +35,8 @@ from forge_megatron.megatron.wholes import wholes
 from forge_megatron.optimizer import ForgeOptimizer
 from forge_megatron.rules import Rule
 
+# Whose weights may be stored as codes.
+_LINEARS = (ForgeColumnParallelLinear, ForgeRowParallelLinear)
 _UPDATES = ("auto", "backward", "step")
 
 
@@ -129,8 +133,6 @@ def get_forge_optimizer(
         ValueError: an unknown rule; ``update="backward"`` beside a switch that waits, by name.
     """
     options = options or ForgeOptions()
-    if RECIPES.get(options.recipe, ("", ""))[1] == "fp8":
-        raise NotImplementedError(f"recipe={options.recipe!r} of Megatron's linears is not built; use 'sr-store'")
     conversions = [conversion_of(chunk) for chunk in model_chunks]
     if any(conversion is None for conversion in conversions):
         raise RuntimeError("call forge_megatron.megatron.prepare(model_chunks) before DDP is built")
@@ -138,6 +140,7 @@ def get_forge_optimizer(
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     expect_matrices(_rule(config, options), _owned(conversions))
+    expect_storable(options.recipe, _rule(config, options), domains.dense().sharding(facts))
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:
@@ -209,7 +212,7 @@ def _groups(
 
 
 def _is_stochastic(recipe: str | None) -> bool:
-    return recipe in RECIPES and RECIPES[recipe][1] == "stochastic"
+    return recipe in RECIPES and weight_store(RECIPES[recipe][1]).stochastic
 
 
 def _rule(config: OptimizerConfig, options: ForgeOptions) -> Rule:
@@ -252,6 +255,8 @@ def _forge(
         sharding=domain.sharding(facts),
         process_group=None if buckets is None else domain.data_group,
     )
+    if stores_codes(options.recipe) and store_as_codes(model_chunks, owned, _LINEARS):
+        forge.register()
     for weight in owned:
         forge.own(weight, layout.names[weight])
     forge.synchronize()

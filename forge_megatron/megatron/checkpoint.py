@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-)
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor
 
+from forge_megatron.megatron.codes import shards_of, values_of
 from forge_megatron.megatron.dense import Dense
 from forge_megatron.megatron.rows import sharded_rows
 from forge_megatron.megatron.rule import megatrons
@@ -130,7 +128,7 @@ def _fp32_copies(
             elif "master" in optimizer.forge.state[parameter]:
                 found[index] = parameter, optimizer.forge.state[parameter]["master"]
             elif not is_loading:
-                found[index] = parameter, parameter.detach()
+                found[index] = parameter, values_of(parameter)
         copies.append(found)
     return copies
 
@@ -195,7 +193,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         dense.make_states()
     merged = _merged(optimizer, dense)
     parameters = optimizer.layout.parameters()
-    shards = get_param_id_to_sharded_param_map(model_state, parameters)
+    shards = shards_of(model_state, parameters)
     common_step, differing = _split_steps(optimizer, merged["state"])
     unsharded = _take_unsharded(optimizer, merged["state"])
     merged["state"] = {

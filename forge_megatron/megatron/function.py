@@ -54,7 +54,7 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
             ctx.save_for_backward(x)
         if sequence_parallel:
             x, _ = _gather_sequence(x, tp_group, shared=True)
-        y = torch.matmul(x, use.weight.to(x.dtype).t())
+        y = torch.matmul(x, use.weight_as(x.dtype).t())
         return y if bias is None else y + bias
 
     @staticmethod
@@ -72,7 +72,7 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
         with without_autocast(dy.device.type):
             dx, reducing = None, None
             if x_wanted:
-                dx = dy.matmul(use.weight.to(dy.dtype))
+                dx = dy.matmul(use.weight_as(dy.dtype))
             if gathering is not None:
                 gathering.wait()
             if x_wanted and ctx.allreduce_dgrad:

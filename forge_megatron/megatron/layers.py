@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from forge_megatron.linear import has_gradient_hook, owner_of
+from forge_megatron.megatron.codes import with_values
 from forge_megatron.megatron.function import owned_parallel_linear
 from forge_megatron.vocab import owned_embedding
 
@@ -43,6 +44,9 @@ class _StepsInBackward:
             sequence_parallel=kwargs["sequence_parallel"],
             tp_group=kwargs["tp_group"],
         )
+
+    def sharded_state_dict(self, *args, **kwargs):
+        return with_values(super().sharded_state_dict(*args, **kwargs))
 
     def backward_dw(self) -> None:
         """Nothing is left to do: the weight was stepped, or its factors kept, in backward."""
