@@ -54,6 +54,7 @@ _FIXED = (
     "model.norm_epsilon",
     "model.activation",
     "model.expert_topk",
+    "model.expert_grouped",
     "parallel.expert",
     "optimizer.rule",
     "optimizer.beta1",

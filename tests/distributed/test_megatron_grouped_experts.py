@@ -86,3 +86,24 @@ def test_every_layout_of_four_ranks_trains_alike():
                 one, other = (pairs[rank][name][1]["weights"] for rank in (expert, expert + 2))
                 for weight, value in one.items():
                     assert torch.equal(value, other[weight]), (name, weight)
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for rule, recipe in (("lamb", None), ("muon", None), (None, "sr-store")):
+        options = {"rule": rule, "recipe": recipe}
+        dtype = torch.bfloat16 if recipe else torch.float32
+        case = replace(_over({"tp": 2}, replace(CASES["in backward"], dtype=dtype)), forge=options)
+        with pytest.raises(NotImplementedError) as raised:
+            Run(replace(grouped(case), forge=options))
+        found[rule or recipe] = str(raised.value)
+    return found
+
+
+def test_what_is_not_built_is_refused_by_name():
+    for found in run(2, refusals, tp=2, ep=1):
+        assert re.match(r"--forge-rule lamb reads whole matrices, .*moe_grouped_gemm off", found["lamb"])
+        assert re.match(r"--forge-rule muon reads whole matrices", found["muon"])
+        assert re.search(
+            r"linear_fc1.*stochastic rounding of shards .*expert_tensor_parallel_size=1", found["sr-store"]
+        )
