@@ -7,8 +7,9 @@ its own scratch. Nothing else of the layer's size is made or walked over.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Reading:
         scalars: fp32, what the values read first.
         factors: fp32, each of extent 1 along the dimensions in which it does not vary, contiguous.
         norm_sq, late_norms: as a slot's.
+        memo: what launches keep from one step to the next, as a slot's.
     """
 
     values: Callable
@@ -44,6 +46,7 @@ class Reading:
     factors: Sequence[Tensor]
     norm_sq: Tensor | None = None
     late_norms: LateNorms | None = None
+    memo: dict = field(default_factory=dict, repr=False, compare=False)
 
 
 def wgrad_step(
@@ -105,7 +108,7 @@ def _step(
         if reading.over:
             reduced = zip(numbers, (dims for _, dims in reading.over), strict=True)
             numbers = tuple(whole.maxima(*reduced) if measure.largest else whole.sums(*reduced))
-            own = numbers[0].sum()
+            own = numbers[0].view(()) if numbers[0].numel() == 1 else numbers[0].sum()
             witness = own if witness is None else witness + own
         replaced, more = measure.settle(numbers, slot.statistics, h, layer)
         factors, new = (*factors, *_parts(slot, more)), new or replaced
@@ -120,15 +123,16 @@ def _step(
     finite = None if witness is None else multiplier == multiplier
     for old, value in zip(slot.statistics, new, strict=bool(new)):
         value = value.view(old.shape)
-        old.copy_(value if finite is None else torch.where(finite, value, old))
+        if finite is None:
+            old.copy_(value)
+        else:
+            torch.where(finite, value, old, out=old)
 
 
 def _reading(
     measure: Measure, applied: Slot, factors: Sequence[Tensor], layer: Layer, norm_sq: Tensor | None
 ) -> Reading:
-    dims = len(layer.shape)
-    over = tuple((index, tuple(sorted(dim % dims for dim in each))) for index, each in measure.over(dims))
-    counts = (torch.Size([layer.shape[dim] for dim in each]).numel() for _, each in over)
+    over, shares = _over(measure, layer.shape)
     weight = None
     if measure.reads_weight:
         weight = (applied.weight if applied.master is None else applied.master).detach()
@@ -136,14 +140,24 @@ def _reading(
         measure.values,
         measure.largest,
         over,
-        tuple(1.0 if measure.largest else 1.0 / max(1, count) for count in counts),
+        shares,
         applied.weight.shape,
         weight,
         applied.scalars,
         factors,
         norm_sq,
         applied.late_norms,
+        applied.memo,
     )
+
+
+@functools.cache
+def _over(measure: Measure, shape: torch.Size) -> tuple[tuple, tuple[float, ...]]:
+    """:attr:`Reading.over` and :attr:`Reading.shares`."""
+    dims = len(shape)
+    over = tuple((index, tuple(sorted(dim % dims for dim in each))) for index, each in measure.over(dims))
+    counts = (torch.Size([shape[dim] for dim in each]).numel() for _, each in over)
+    return over, tuple(1.0 if measure.largest else 1.0 / max(1, count) for count in counts)
 
 
 def _parts(slot: Slot, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -167,6 +181,6 @@ def _applied(slot: Slot) -> Slot:
             update_norm_sq=None,
             statistics=(),
         )
-    known.scalars = slot.scalars[stages.epilogue.n_scalars :]
+        known.scalars = slot.scalars[stages.epilogue.n_scalars :]
     known.noise, known.late_norms = slot.noise, slot.late_norms
     return known

@@ -38,11 +38,11 @@ def prepare(
         compiled: what ``kernel[grid](...)`` returned.
         grid: of every launch.
         arguments: the kernel's, constants too, in its order; the tensors among them stay where they are.
-        changing: the positions of the tensors that each launch has anew.
+        changing: the positions of the tensors, or tuples of tensors, that each launch has anew.
         describe: for those of them that the kernel takes by a descriptor, what makes it.
 
     Returns:
-        A function of one tensor for each of ``changing``, of the kind (and alignment) of the one in ``arguments``.
+        A function of one tensor, or tuple, for each of ``changing``, of the kind (and alignment) of ``arguments``.
     """
     convert = triton_version() in LAUNCHERS and not (
         compiled.run.global_scratch_size or compiled.run.profile_scratch_size
@@ -104,13 +104,13 @@ class _Converted:
 
 
 class _Pointer:
-    """A tensor as the launcher takes it."""
+    """A tensor, or a tuple of some, as the launcher takes it."""
 
     def __init__(self, where: slice):
         self.where = where
 
-    def __call__(self, tensor: Tensor) -> list[int]:
-        return [tensor.data_ptr()]
+    def __call__(self, tensor: Tensor | tuple[Tensor, ...]) -> list:
+        return [tensor.data_ptr()] if isinstance(tensor, Tensor) else _pointers([tensor])
 
 
 class _Descriptor:

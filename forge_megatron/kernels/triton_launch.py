@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from .grouped import merge_grouped
 from .lookups import Lookups, is_lookup
 from .merge import MAX_SEGMENTS, merge_segments
+from .prepared import prepare
 from .tiles import choose_tile, in_blocks
 
 #: Strides from here on need 64-bit offsets inside a tile: a tile spans at most 384 strides.
@@ -83,6 +86,24 @@ class Launch:
     def partials(self, device: torch.device) -> Tensor:
         """One fp32 sum of squares a tile; their sum has a fixed order, so replicas agree."""
         return torch.empty(self.grid[0] * self.grid[1], dtype=torch.float32, device=device)
+
+
+def launched(kernel, grid: tuple[int, int], positional: tuple, constants: dict, changing: Sequence[str]):
+    """Launch ``kernel``, and return what launches it again.
+
+    Args:
+        constants: its other arguments, by name, and options.
+        changing: the arguments, tensors or tuples of some, that each later launch has anew and is called with.
+
+    Returns:
+        As :func:`prepare` does; None in the interpreter, which has compiled nothing.
+    """
+    compiled = kernel[grid](*positional, **constants)
+    if compiled is None:
+        return None
+    names = kernel.arg_names
+    arguments = [*positional, *(constants[name] for name in names[len(positional) :])]
+    return prepare(compiled, (*grid, 1), arguments, list(map(names.index, changing)))
 
 
 def _lookup_operands(lookups: Lookups | None, rows: int, block: int) -> tuple:

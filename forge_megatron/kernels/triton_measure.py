@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .measured import Reading
 from .norms import add_up
-from .slot import Slot
+from .slot import Slot, layout
 from .triton_language import compiled, load_scalars, round_to
-from .triton_launch import Launch
+from .triton_launch import Launch, launched
 from .triton_tile import (
     OF_ALL,
     PER_COLUMN,
@@ -34,7 +34,7 @@ from .triton_tile import (
     locate,
     tile_position,
 )
-from .triton_wgrad import TOKENS, has_shared_strides, wgrad_step
+from .triton_wgrad import TOKENS, has_shared_strides, shared_strides, step_arguments, wgrad_step_kernel
 
 #: What a number is of, by the dimensions of a matrix that it is reduced over.
 KINDS = {(1,): PER_ROW.value, (0,): PER_COLUMN.value, (0, 1): OF_ALL.value}
@@ -161,7 +161,24 @@ def measured_step(slot: Slot, gradient: Tensor, multiplier: Tensor | None, facto
     """Launch the step of one weight from a gradient in memory; see :func:`fused.measured_step`."""
     if slot.weight.dim() == 1:
         slot, gradient, factors = _row_of(slot), gradient.view(1, -1), [factor.view(1, -1) for factor in factors]
-    wgrad_step(slot, (), gradient, multiplier, factors=factors)
+    noise = None if slot.noise is None else slot.noise.words.data_ptr()
+    key = "step", slot.rule, noise, *_alignment(gradient, multiplier, factors)
+    again = slot.memo.get(key)
+    changing = {"accumulator": gradient, "multiplier": multiplier, "factors": tuple(factors)}
+    changing = {name: each for name, each in changing.items() if each is not None}
+    if again is not None:
+        again(*changing.values())
+        return
+    written = [tensor for _, tensor in slot.tensors()]
+    launch = Launch((), gradient, *slot.weight.shape, written, noisy=slot.noise is not None, scaled=slot.is_scaled)
+    positional, constants = step_arguments(slot, launch, shared_strides(slot), multiplier, None, factors, None)
+    slot.memo[key] = launched(wgrad_step_kernel, launch.grid, positional, constants, list(changing))
+
+
+def _alignment(gradient: Tensor, multiplier: Tensor | None, factors: Sequence[Tensor]) -> tuple:
+    """What a launch that is remembered must find again of operands that come to lie elsewhere."""
+    scaled = None if multiplier is None else multiplier.data_ptr() % 16
+    return layout(gradient), scaled, *(factor.data_ptr() % 16 for factor in factors)
 
 
 def _row_of(slot: Slot) -> Slot:
@@ -194,52 +211,95 @@ def measure(
     if len(reading.shape) == 1:
         flat = [None if each is None else each.view(1, -1) for each in (accumulator, out)]
         return [number.view(-1) for number in measure(_of_row(reading), segments, flat[0], multiplier, flat[1])]
-    rows, columns = reading.shape
-    written = [tensor for tensor in (out, reading.weight) if tensor is not None]
-    launch = Launch(segments, accumulator, rows, columns, written)
-    block_o, block_i = launch.options["BLOCK_O"], launch.options["BLOCK_I"]
-    tiles = triton.cdiv(rows, block_o), triton.cdiv(columns, block_i)
-    kinds = [KINDS[dims] for _, dims in reading.over]
-    device = reading.scalars.device
-    # Those of the whole matrix share one tensor, and one sum.
-    of_all = torch.empty((kinds.count(OF_ALL.value), tiles[0] * tiles[1]), dtype=torch.float32, device=device)
-    shapes = {PER_ROW.value: (tiles[1], rows), PER_COLUMN.value: (tiles[0], columns)}
-    unused = iter(of_all.unbind())
-    numbers = [
-        next(unused) if kind == OF_ALL.value else torch.empty(shapes[kind], dtype=torch.float32, device=device)
-        for kind in kinds
-    ]
-    partials = None if reading.norm_sq is None else launch.partials(device)
-    if launch.grid[0]:
-        wgrad_measure_kernel[launch.grid](
+    if segments:
+        return _Walk(reading, segments, accumulator, out)(reading, accumulator, multiplier)
+    key = "measure", reading.values, reading.norm_sq is None, *_alignment(accumulator, multiplier, reading.factors)
+    walk = reading.memo.get(key)
+    if walk is not None:
+        return walk(reading, accumulator, multiplier)
+    walk = _Walk(reading, (), accumulator, None)
+    numbers = walk(reading, accumulator, multiplier)
+    if walk.again is not None:
+        reading.memo[key] = walk
+    return numbers
+
+
+class _Walk:
+    """One measure of one weight's gradient.
+
+    Where that is in memory it may be called again: it, the multiplier and the factors change from call to call.
+    """
+
+    def __init__(self, reading: Reading, segments, accumulator: Tensor | None, out: Tensor | None):
+        self.shape = rows, columns = reading.shape
+        written = [tensor for tensor in (out, reading.weight) if tensor is not None]
+        self.launch = launch = Launch(segments, accumulator, rows, columns, written)
+        self.out = out
+        self.kinds = [KINDS[dims] for _, dims in reading.over]
+        tiles = (
+            triton.cdiv(rows, launch.options["BLOCK_O"]),
+            triton.cdiv(columns, launch.options["BLOCK_I"]),
+        )
+        #: Of each tile's numbers, by kind; those of the whole matrix share one tensor, and one sum.
+        self.tiles = {PER_ROW.value: (tiles[1], rows), PER_COLUMN.value: (tiles[0], columns)}
+        self.of_all = self.kinds.count(OF_ALL.value), launch.grid[0]
+        self.partials = None if reading.norm_sq is None else launch.partials(reading.scalars.device)
+        self.again = None
+
+    def __call__(self, reading: Reading, gradient: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+        made = {"dtype": torch.float32, "device": reading.scalars.device}
+        of_all = torch.empty(self.of_all, **made)
+        unused = iter(of_all.unbind())
+        numbers = tuple(
+            next(unused) if kind == OF_ALL.value else torch.empty(self.tiles[kind], **made) for kind in self.kinds
+        )
+        if self.again is not None:
+            scaled = () if multiplier is None else (multiplier,)
+            self.again(gradient, *scaled, tuple(reading.factors), numbers)
+        elif self.launch.grid[0]:
+            self._first(reading, gradient, multiplier, numbers)
+        if self.partials is not None:
+            add_up(reading.norm_sq, self.partials, reading.late_norms)
+        rows, columns = self.shape
+        together = iter(())
+        if of_all.shape[0]:
+            together = iter(_together(of_all, 1, reading.largest).view(-1, 1, 1).unbind())
+        shapes = {PER_ROW.value: (rows, 1), PER_COLUMN.value: (1, columns)}
+        return [
+            next(together) if kind == OF_ALL.value else _together(each, 0, reading.largest).view(shapes[kind])
+            for kind, each in zip(self.kinds, numbers, strict=True)
+        ]
+
+    def _first(self, reading: Reading, gradient: Tensor | None, multiplier: Tensor | None, numbers: tuple) -> None:
+        launch, weight = self.launch, reading.weight
+        positional = (
             *launch.operands,
             multiplier,
-            out,
-            reading.weight,
-            None if reading.weight is None else reading.weight.stride(),
+            self.out,
+            weight,
+            None if weight is None else weight.stride(),
             reading.scalars,
             tuple(reading.factors),
-            partials,
-            tuple(numbers),
+            self.partials,
+            numbers,
             reading.shares,
-            rows,
-            columns,
-            VALUES=compiled(reading.values),
-            N_SCALARS=reading.scalars.numel(),
-            FACTORS=kinds_of(reading.factors),
-            NUMBERS=tuple((index, kind) for (index, _), kind in zip(reading.over, kinds, strict=True)),
-            LARGEST=reading.largest,
-            PARTS=launch.parts,
-            **launch.options,
+            *self.shape,
         )
-    if partials is not None:
-        add_up(reading.norm_sq, partials, reading.late_norms)
-    shapes = {PER_ROW.value: (rows, 1), PER_COLUMN.value: (1, columns)}
-    together = iter(_together(of_all, 1, reading.largest).view(-1, 1, 1).unbind() if OF_ALL.value in kinds else ())
-    return [
-        next(together) if kind == OF_ALL.value else _together(each, 0, reading.largest).view(shapes[kind])
-        for kind, each in zip(kinds, numbers, strict=True)
-    ]
+        constants = {
+            "VALUES": compiled(reading.values),
+            "N_SCALARS": reading.scalars.numel(),
+            "FACTORS": kinds_of(reading.factors),
+            "NUMBERS": tuple((index, kind) for (index, _), kind in zip(reading.over, self.kinds, strict=True)),
+            "LARGEST": reading.largest,
+            "PARTS": launch.parts,
+            "maxnreg": launch.maxnreg,
+            **launch.options,
+        }
+        changing = ["accumulator", *(() if multiplier is None else ("multiplier",)), "factors", "numbers"]
+        again = launched(wgrad_measure_kernel, launch.grid, positional, constants, changing)
+        # Segments are the launch's own, and a new number of tokens with each batch.
+        if gradient is not None and self.out is None:
+            self.again, launch.operands = again, ()
 
 
 def _together(tiles: Tensor, dim: int, largest: bool) -> Tensor:

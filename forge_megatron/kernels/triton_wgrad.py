@@ -6,6 +6,8 @@ one of three epilogues: step it, take its norm, or write it to memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -263,12 +265,8 @@ def wgrad_write_kernel(
     tl.store(out + corner + offset, round_to(g, out.dtype.element_ty), mask=inside)
 
 
-def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None, factors=()) -> None:
-    """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked.
-
-    Args:
-        channels, factors: as :func:`fused.wgrad_step` and :func:`fused.measured_step` have them.
-    """
+def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> None:
+    """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked."""
     experts = slot.weight.shape[0] if slot.weight.dim() == 3 else None
     if experts is not None:
         slot, accumulator = first_of(slot), None if accumulator is None else accumulator[0]
@@ -290,35 +288,58 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None, fac
     )
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:
-        wgrad_step_kernel[launch.grid](
-            *launch.operands,
-            as_bytes(slot.weight),
-            slot.weight.stride(),
-            slot.weight_scale,
-            tuple(map(as_bytes, slot.states)),
-            tuple(slot.scales),
-            slot.master,
-            strides,
-            slot.scalars,
-            None if slot.noise is None else slot.noise.words,
-            multiplier,
-            channels,
-            tuple(factors),
-            partials,
-            rows,
-            columns,
-            UPDATE=compiled_update(slot.rule),
-            CODES=compiled_codes(slot),
-            N_SCALARS=slot.rule.n_scalars,
-            FACTORS=kinds_of(factors),
-            GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
-            PARTS=launch.parts,
-            BY_ROW=_by_row(channels),
-            maxnreg=launch.maxnreg,
-            **launch.options,
-        )
+        positional, constants = step_arguments(slot, launch, strides, multiplier, channels, (), partials)
+        wgrad_step_kernel[launch.grid](*positional, **constants)
     if partials is not None:
         add_up(slot.norm_sq, partials, slot.late_norms)
+
+
+def step_arguments(
+    slot: Slot,
+    launch: Launch,
+    strides: tuple[int, ...],
+    multiplier: Tensor | None,
+    channels: Tensor | None,
+    factors: Sequence[Tensor],
+    partials: Tensor | None,
+) -> tuple[tuple, dict]:
+    """The step kernel's positional arguments, and its constants and options by name.
+
+    Args:
+        strides: :func:`shared_strides`.
+        channels, factors: as :func:`fused.wgrad_step` and :func:`fused.measured_step` have them.
+    """
+    rows, columns = slot.weight.shape
+    positional = (
+        *launch.operands,
+        as_bytes(slot.weight),
+        slot.weight.stride(),
+        slot.weight_scale,
+        tuple(map(as_bytes, slot.states)),
+        tuple(slot.scales),
+        slot.master,
+        strides,
+        slot.scalars,
+        None if slot.noise is None else slot.noise.words,
+        multiplier,
+        channels,
+        tuple(factors),
+        partials,
+        rows,
+        columns,
+    )
+    constants = {
+        "UPDATE": compiled_update(slot.rule),
+        "CODES": compiled_codes(slot),
+        "N_SCALARS": slot.rule.n_scalars,
+        "FACTORS": kinds_of(factors),
+        "GROUPED": slot.noise is not None and slot.noise.row_is_grouped,
+        "PARTS": launch.parts,
+        "BY_ROW": _by_row(channels),
+        "maxnreg": launch.maxnreg,
+        **launch.options,
+    }
+    return positional, constants
 
 
 def wgrad_norm_sq(

@@ -87,7 +87,8 @@ def test_a_step_walks_over_the_gradient_as_often_as_its_rule_measures_and_once_t
     slot = make(name, (90, 70))
     measure, apply = Counted(triton_measure.wgrad_measure_kernel), Counted(triton_wgrad.wgrad_step_kernel)
     monkeypatch.setattr(triton_measure, "wgrad_measure_kernel", measure)
-    monkeypatch.setattr(triton_wgrad, "wgrad_step_kernel", apply)
+    for module in (triton_wgrad, triton_measure):
+        monkeypatch.setattr(module, "wgrad_step_kernel", apply)
     before = copies(slot)
     with Made(slot) as made:
         wgrad_step(slot, [factors((90, 70), 5)], backend="triton")
