@@ -93,6 +93,8 @@ def at(slot: Slot, index: slice | int) -> Slot:
 
 def slot_of(slot: Slot, rows: slice, norm_sq: Tensor | None) -> Slot:
     """``slot`` for some of its rows, in the same memory; kept by ``slot``, for its launches remember much."""
+    if slot.rule.on_scratch:
+        return replace(at(slot, rows), norm_sq=norm_sq)
     key = "rows", rows.start, rows.stop, norm_sq is None
     if key not in slot.memo:
         slot.memo[key] = at(slot, rows)

@@ -62,6 +62,7 @@ def dense_step_kernel(
     columns,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
+    ON_SCRATCH: tl.constexpr,
     N_SCALARS: tl.constexpr,
     GROUPED: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -97,7 +98,20 @@ def dense_step_kernel(
     for index in tl.static_range(len(states)):
         stored = stored + (states[index] + offset,)
     step_coordinates(
-        g, inside, weight + offset, weight_scale, master, stored, blocks, has_block, h, bits, UPDATE, CODES
+        g,
+        inside,
+        weight + offset,
+        weight_scale,
+        master,
+        stored,
+        blocks,
+        has_block,
+        h,
+        bits,
+        UPDATE,
+        CODES,
+        False,
+        ON_SCRATCH,
     )
 
 
@@ -146,7 +160,8 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
     """Step one weight by a contiguous fp32 gradient, in one launch."""
     noise = None if slot.noise is None else (slot.noise.words.data_ptr(), slot.noise.is_grouped)
     scaled = None if multiplier is None else multiplier.data_ptr() % 16
-    key = "dense", slot.rule, slot.norm_sq is None, noise, scaled, grad.data_ptr() % 16
+    scratch = slot.weight.data_ptr() % 16 if slot.rule.on_scratch else None
+    key = "dense", slot.rule, slot.norm_sq is None, noise, scaled, grad.data_ptr() % 16, scratch
     known = slot.memo.get(key)
     if known is None:
         known = slot.memo[key] = _DenseStep(slot)
@@ -154,7 +169,7 @@ def dense_step(slot: Slot, grad: Tensor, multiplier: Tensor | None) -> None:
 
 
 class _DenseStep:
-    """The elementwise step, bound to one weight: gradient and multiplier alone change from call to call."""
+    """The elementwise step, bound to one weight: gradient, multiplier and a scratch alone change from call to call."""
 
     def __init__(self, slot: Slot):
         programs = triton.cdiv(slot.weight.numel(), BLOCK)
@@ -170,7 +185,8 @@ class _DenseStep:
         if self.prepared is None:
             self._first(slot, grad, multiplier)
         else:
-            self.prepared(grad, *(() if multiplier is None else (multiplier,)))
+            scratch = (slot.weight,) if slot.rule.on_scratch else ()
+            self.prepared(grad, *(() if multiplier is None else (multiplier,)), *scratch)
         if self.partials is not None:
             add_up(slot.norm_sq, self.partials, slot.late_norms)
 
@@ -190,6 +206,7 @@ class _DenseStep:
             "columns": slot.weight.shape[-1],
             "UPDATE": compiled_update(slot.rule),
             "CODES": compiled_codes(slot),
+            "ON_SCRATCH": slot.rule.on_scratch,
             "N_SCALARS": slot.rule.n_scalars,
             "GROUPED": slot.noise is not None and slot.noise.is_grouped,
             "WHOLE": slot.weight.shape[-1] % 64 == 0,
@@ -200,5 +217,6 @@ class _DenseStep:
             # The interpreter has compiled nothing.
             return
         changing = [name for name in ("gradient", "multiplier") if arguments[name] is not None]
+        changing += ["weight"] if slot.rule.on_scratch else []
         names = list(arguments)
         self.prepared = prepare(compiled, self.grid, list(arguments.values()), list(map(names.index, changing)))

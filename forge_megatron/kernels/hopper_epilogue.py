@@ -164,19 +164,24 @@ def step_sub_tile(parts, slots, place, h, words, RULE: gl.constexpr, CHUNKS: gl.
     """Step a sub-tile, whose states are stored as they are."""
     moved_slots, rounded_slots = slots
     UPDATE: gl.constexpr = RULE[0]
+    FIRST: gl.constexpr = 0 if RULE[2] else 1
     WIDTH: gl.constexpr = parts[0].shape[1]
     for chunk in gl.static_range(CHUNKS):
         g = parts[chunk]
-        source = widen(columns(moved_slots[0], place[0], chunk, WIDTH).load(layout))
+        if FIRST == 0:
+            source = gl.full([64, WIDTH], float("nan"), gl.float32, layout)
+        else:
+            source = widen(columns(moved_slots[0], place[0], chunk, WIDTH).load(layout))
         old = ()
-        for each in gl.static_range(len(moved_slots) - 1):
-            old = old + (widen(columns(moved_slots[each + 1], place[0], chunk, WIDTH).load(layout)),)
+        for each in gl.static_range(FIRST, len(moved_slots)):
+            old = old + (widen(columns(moved_slots[each], place[0], chunk, WIDTH).load(layout)),)
         new_w, new = UPDATE(g, source, old, h)
         finite = is_finite(g)
         w = gl.where(finite, new_w, source)
-        for each in gl.static_range(len(moved_slots) - 1):
-            kept = gl.where(finite, new[each], old[each])
-            columns(moved_slots[each + 1], place[0], chunk, WIDTH).store(narrow(kept, moved_slots[each + 1].dtype))
-        store_weight(w, moved_slots[0], place, chunk, words, layout)
+        for each in gl.static_range(FIRST, len(moved_slots)):
+            kept = gl.where(finite, new[each - FIRST], old[each - FIRST])
+            columns(moved_slots[each], place[0], chunk, WIDTH).store(narrow(kept, moved_slots[each].dtype))
+        if FIRST == 1:
+            store_weight(w, moved_slots[0], place, chunk, words, layout)
         for each in gl.static_range(len(rounded_slots)):
             columns(rounded_slots[each], place[0], chunk, WIDTH).store(narrow(w, rounded_slots[each].dtype))

@@ -42,7 +42,8 @@ Written out for a whole tile, two consumers' code is more than the instruction c
 
 What is written is the weight and its states, or with ``RULE`` None the gradient itself; and with no
 ``written`` at all only its norm remains. Then nothing takes the slots but what is written: the loader
-hands over empty ones, or with ``ADD`` those of what the gradient is added to.
+hands over empty ones, or with ``ADD`` those of what the gradient is added to. A weight that is a scratch is written
+and not read either, beside its states.
 """
 
 # ruff: noqa: RUF005 - Triton has no unpacking
@@ -279,8 +280,9 @@ def hopper_wgrad_step_kernel(
     xs = xs if x2 is None else xs + (x2,)
     xs = xs if x3 is None else xs + (x3,)
     outputs = () if written is None else (written,)
-    moved = outputs if RULE is not None or ADD else ()
-    rounded = () if RULE is not None or ADD else outputs
+    READ: gl.constexpr = ADD if RULE is None else not RULE[2]
+    moved = outputs if READ else ()
+    rounded = () if READ else outputs
     moved = moved if master is None else (master,)
     rounded = rounded if master is None else outputs
     moved = moved if state0 is None else moved + (state0,)

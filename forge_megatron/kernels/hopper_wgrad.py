@@ -166,7 +166,7 @@ def gradient_arguments(
 
 
 class _Launch:
-    """The kernel, bound to one weight and one kind of operands, which alone change from call to call."""
+    """The kernel, bound to one weight and one kind of operands; they, and a scratch, change from call to call."""
 
     def __init__(self, slot: Slot, config: Config, accumulator: Tensor | None):
         self.config = fitted_to(config, slot, accumulator)
@@ -184,6 +184,7 @@ class _Launch:
         else:
             changing = [dy for dy, _ in segments] + [x for _, x in segments]
             changing += [each for each in (accumulator, multiplier) if each is not None]
+            changing += [slot.weight] if slot.rule.on_scratch else []
             self.prepared(*changing)
         if self.partials is not None:
             add_up(slot.norm_sq, self.partials, slot.late_norms)
@@ -203,6 +204,9 @@ class _Launch:
             describe[changing[-1]] = functools.partial(_describe, rows=64, columns=self.config.sub_i)
         if multiplier is not None:
             changing.append(names.index("multiplier"))
+        if slot.rule.on_scratch:
+            changing.append(names.index("written"))
+            describe[changing[-1]] = functools.partial(_describe, rows=64, columns=self.config.sub_i)
         self.prepared = prepare(compiled, self.grid, [*positional, *constant], changing, describe)
 
 
@@ -266,11 +270,12 @@ def constants(
         held: what a slot of shared memory holds a sub-tile of.
         add: the gradient is added to what it is written over.
     """
-    # What is written and not read: a gradient, or the weight of a master.
-    first = 1 if (slot is None and not add) or (slot is not None and slot.master is not None) else 0
+    # What is written and not read: a gradient, the weight of a master, a scratch.
+    unread = not add if slot is None else slot.master is not None or slot.rule.on_scratch
+    first = 1 if unread else 0
     loaded = sum(tensor.element_size() for tensor in held[first:])
     return {
-        "RULE": None if slot is None else Named((compiled_update(slot.rule), slot.rule.n_scalars)),
+        "RULE": None if slot is None else _rule(slot),
         "ADD": add,
         "OPERAND": TL_DTYPES[segments[0][0].dtype],
         "TILE": (config.block_o, config.block_i, config.sub_i, config.slots),
@@ -283,6 +288,10 @@ def constants(
         "num_warps": 4,
         "maxnreg": MAXNREG,
     }
+
+
+def _rule(slot: Slot) -> Named:
+    return Named((compiled_update(slot.rule), slot.rule.n_scalars, slot.rule.on_scratch))
 
 
 def _used(segments: Sequence[Segment]) -> list[Segment]:

@@ -93,13 +93,13 @@ def _step(
         gradient: in memory, or what is added to that of ``segments``.
         scratch: what that of ``segments`` is written to by the first measure.
     """
-    stages, whole, applied = slot.rule.stages, slot.whole, _applied(slot)
+    stages, whole, own = slot.rule.stages, slot.whole, applied(slot)
     stepped = slot.weight if slot.master is None else slot.master
     layer = Layer(whole.shape(slot.weight), stepped.dtype)
-    h, factors, new = applied.scalars.unbind(), _parts(slot, stages.given(slot.statistics)), ()
+    h, factors, new = own.scalars.unbind(), _parts(slot, stages.given(slot.statistics)), ()
     witness = None
     for measure in stages.measures:
-        reading = _reading(measure, applied, factors, layer, norm_sq)
+        reading = _reading(measure, own, factors, layer, norm_sq)
         numbers = ()
         if reading.over or norm_sq is not None or segments:
             numbers = fused.measure(reading, segments, gradient, multiplier, scratch, backend)
@@ -108,8 +108,8 @@ def _step(
         if reading.over:
             reduced = zip(numbers, (dims for _, dims in reading.over), strict=True)
             numbers = tuple(whole.maxima(*reduced) if measure.largest else whole.sums(*reduced))
-            own = numbers[0].view(()) if numbers[0].numel() == 1 else numbers[0].sum()
-            witness = own if witness is None else witness + own
+            of_all = numbers[0].view(()) if numbers[0].numel() == 1 else numbers[0].sum()
+            witness = of_all if witness is None else witness + of_all
         replaced, more = measure.settle(numbers, slot.statistics, h, layer)
         factors, new = (*factors, *_parts(slot, more)), new or replaced
     if witness is not None:
@@ -119,7 +119,7 @@ def _step(
         else:
             multiplier = torch.add(multiplier, witness, alpha=0.0)
     if slot.weight.numel():
-        fused.measured_step(applied, gradient, multiplier, factors, backend)
+        fused.measured_step(own, gradient, multiplier, factors, backend)
     finite = None if witness is None else multiplier == multiplier
     for old, value in zip(slot.statistics, new, strict=bool(new)):
         value = value.view(old.shape)
@@ -129,25 +129,23 @@ def _step(
             torch.where(finite, value, old, out=old)
 
 
-def _reading(
-    measure: Measure, applied: Slot, factors: Sequence[Tensor], layer: Layer, norm_sq: Tensor | None
-) -> Reading:
+def _reading(measure: Measure, own: Slot, factors: Sequence[Tensor], layer: Layer, norm_sq: Tensor | None) -> Reading:
     over, shares = _over(measure, layer.shape)
     weight = None
     if measure.reads_weight:
-        weight = (applied.weight if applied.master is None else applied.master).detach()
+        weight = (own.weight if own.master is None else own.master).detach()
     return Reading(
         measure.values,
         measure.largest,
         over,
         shares,
-        applied.weight.shape,
+        own.weight.shape,
         weight,
-        applied.scalars,
+        own.scalars,
         factors,
         norm_sq,
-        applied.late_norms,
-        applied.memo,
+        own.late_norms,
+        own.memo,
     )
 
 
@@ -166,7 +164,7 @@ def _parts(slot: Slot, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple((slot.whole.part(f) if f.dim() else f.view((1,) * dims)).contiguous() for f in factors)
 
 
-def _applied(slot: Slot) -> Slot:
+def applied(slot: Slot) -> Slot:
     """The slot of the rule's last stage; kept by ``slot``."""
     stages = slot.rule.stages
     known = slot.memo.get("applied")
@@ -181,6 +179,6 @@ def _applied(slot: Slot) -> Slot:
             update_norm_sq=None,
             statistics=(),
         )
-        known.scalars = slot.scalars[stages.epilogue.n_scalars :]
+        known.scalars = slot.scalars[slot.rule.n_scalars - stages.apply.n_scalars :]
     known.noise, known.late_norms = slot.noise, slot.late_norms
     return known

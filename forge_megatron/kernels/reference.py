@@ -5,6 +5,7 @@ The arithmetic is the rule's own function. The gradient exists for one block of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -145,6 +146,8 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier, factors: Sequence[Tensor]
     weight_scale = None if slot.weight_scale is None else slot.weight_scale.data[rows]
     if weight_scale is not None:
         source = WEIGHT.load(weight, weight_scale)
+    if rule.on_scratch:
+        source = torch.full_like(weight, math.nan)
     old = tuple(code.load(state, scale).view(grad.shape) for code, state, scale in stored)
     new_weight, new_states = update(grad, source.float(), old, (*slot.scalars.unbind(), *factors))
     finite = torch.isfinite(grad)

@@ -170,6 +170,25 @@ def layout(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
+def has_shared_strides(slot: Slot) -> bool:
+    """Whether the states and the master of ``slot`` have one layout."""
+    return len(_used_strides(slot)[1]) == 1
+
+
+def _used_strides(slot: Slot) -> tuple[list[Tensor], set[tuple[int, ...]]]:
+    others = [tensor for name, tensor in slot.tensors() if name != "weight"] or [slot.weight]
+    # The stride of a dimension of size 1 is never used, and torch sets it as it likes.
+    return others, {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in others}
+
+
+def shared_strides(slot: Slot) -> tuple[int, ...]:
+    """Return the one stride of the states and the master of ``slot``; the weight may differ."""
+    others, used = _used_strides(slot)
+    if len(used) > 1:
+        raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
+    return others[0].stride()
+
+
 def _check_codes(slot: Slot) -> None:
     fmt = slot.state_format()
     if len(slot.scales) != (len(slot.states) if fmt.is_scaled else 0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -44,7 +45,8 @@ def wgrad_steps(
     stack = _scratch(slots)
     epilogue = _store if slots[0].rule.stages.epilogue is STORE_GRADIENT else fused.wgrad_step
     for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
-        epilogue(_epilogue(slot, u), *gradient, backend)
+        with _kept_epilogue(slot, u) as kept:
+            epilogue(kept, *gradient, backend)
     _finish(slots, stack, backend)
 
 
@@ -86,9 +88,8 @@ def stacks(slots: Sequence[Slot]) -> Iterator[list[int]]:
 
 
 def _scratch(batch: Sequence[Slot]) -> Tensor:
-    """The epilogue leaves a coordinate alone whose gradient is not finite: it stays NaN."""
     weight = batch[0].weight
-    return torch.full((len(batch), *weight.shape), math.nan, dtype=torch.float32, device=weight.device)
+    return torch.empty((len(batch), *weight.shape), dtype=torch.float32, device=weight.device)
 
 
 def _measures_gradient(slot: Slot) -> bool:
@@ -101,7 +102,7 @@ def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
         for slot, u in zip(batch, stack, strict=True):
             measured.finish(slot, u, backend)
     elif stack.numel() or batch[0].whole is not WHOLE:
-        fused.step(list(map(_applied, batch)), _directions(batch, stack), None, backend)
+        fused.step(list(map(measured.applied, batch)), _directions(batch, stack), None, backend)
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:
@@ -134,6 +135,19 @@ def _direct(slot: Slot, u: Tensor) -> Tensor:
     return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind(), slot.whole)
 
 
+@contextmanager
+def _kept_epilogue(slot: Slot, scratch: Tensor) -> Iterator[Slot]:
+    """:func:`_epilogue` on a gradient's factors, kept by ``slot``, for its launches remember much; not the scratch."""
+    kept = slot.memo.get("epilogue")
+    if kept is None or kept.rule is not slot.rule.stages.epilogue:
+        kept = slot.memo["epilogue"] = _epilogue(slot, scratch)
+    kept.weight, kept.norm_sq, kept.late_norms = scratch, slot.norm_sq, slot.late_norms
+    try:
+        yield kept
+    finally:
+        kept.weight = None
+
+
 def _epilogue(slot: Slot, scratch: Tensor) -> Slot:
     stage = slot.rule.stages.epilogue
     scalars = slot.scalars[: stage.n_scalars]
@@ -147,14 +161,6 @@ def _epilogue(slot: Slot, scratch: Tensor) -> Slot:
         noise=None,
         update_norm_sq=None,
         statistics=(),
-    )
-
-
-def _applied(slot: Slot) -> Slot:
-    stage = slot.rule.stages.apply
-    scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
-    return replace(
-        slot, rule=stage, **_states(slot, stage), scalars=scalars, norm_sq=None, update_norm_sq=None, statistics=()
     )
 
 

@@ -26,6 +26,7 @@ def step_coordinates(
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
     MEASURED: tl.constexpr = False,
+    ON_SCRATCH: tl.constexpr = False,
 ):
     """Step the coordinates that the pointers name by their gradient.
 
@@ -40,10 +41,13 @@ def step_coordinates(
         h: the rule's scalars.
         bits: uint32, to round the weight stochastically, or None.
         MEASURED: the update reads more than its coordinate: one that it would leave not finite is left alone too.
+        ON_SCRATCH: the weight is only written; what is not stepped becomes NaN.
         CODES: ``(decode, encode)`` of each state, and ``scale`` where there are scales.
     """
     IN_BLOCKS: tl.constexpr = weight_scale is not None or len(scales) > 0
-    if weight_scale is not None:
+    if ON_SCRATCH:
+        w = tl.full(g.shape, float("nan"), tl.float32)
+    elif weight_scale is not None:
         old_scale = tl.load(weight_scale, mask=has_block, other=0.0).to(tl.float32)
         w = decode_weight(tl.load(weight, mask=inside, other=0), old_scale[:, None])
     elif master is not None:
@@ -66,7 +70,7 @@ def step_coordinates(
         steps_block = has_block & (tl.sum(g * 0.0, 1) == 0.0)
         # A mask that is the same for all of a block splits no vector store.
         written = inside & steps_block[:, None]
-        w = new_w
+        w = tl.where(steps_block[:, None], new_w, float("nan")) if ON_SCRATCH else new_w
     else:
         # Selecting values, not masking stores: a mask that differs between neighbours would split every vector store.
         finite = is_finite(g)
@@ -84,7 +88,9 @@ def step_coordinates(
             if not IN_BLOCKS:
                 value = tl.where(finite, value, old[index])
             tl.store(states[index], CODES[index][1](value, 1.0), mask=written)
-    if weight_scale is not None:
+    if ON_SCRATCH:
+        tl.store(weight, w, mask=inside)
+    elif weight_scale is not None:
         scale = weight_scale_of(tl.max(tl.abs(tl.where(inside, w, 0.0)), 1))
         tl.store(weight, encode_weight(w, scale[:, None], bits), mask=written)
         tl.store(weight_scale, round_to(scale, tl.bfloat16), mask=steps_block)

@@ -77,6 +77,7 @@ def lookup_step_kernel(
     I,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
+    ON_SCRATCH: tl.constexpr,
     N_SCALARS: tl.constexpr,
     GROUPED: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -122,7 +123,9 @@ def lookup_step_kernel(
     if weight_scale is not None:
         weight_scaled = weight_scale + block
     h = load_scalars(scalars, N_SCALARS)
-    step_coordinates(g, inside, weights, weight_scaled, masters, stored, scaled, has_block, h, bits, UPDATE, CODES)
+    step_coordinates(
+        g, inside, weights, weight_scaled, masters, stored, scaled, has_block, h, bits, UPDATE, CODES, False, ON_SCRATCH
+    )
 
 
 def wgrad_step(
@@ -161,6 +164,7 @@ def wgrad_step(
         columns,
         UPDATE=compiled_update(slot.rule),
         CODES=compiled_codes(slot),
+        ON_SCRATCH=slot.rule.on_scratch,
         N_SCALARS=slot.rule.n_scalars,
         GROUPED=slot.noise is not None and slot.noise.row_is_grouped,
         HEIGHT=height,

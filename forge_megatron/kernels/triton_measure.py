@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .measured import Reading
 from .norms import add_up
-from .slot import Slot, layout
+from .slot import Slot, has_shared_strides, layout, shared_strides
 from .triton_language import compiled, load_scalars, round_to
 from .triton_launch import Launch, launched
 from .triton_tile import (
@@ -34,7 +34,7 @@ from .triton_tile import (
     locate,
     tile_position,
 )
-from .triton_wgrad import TOKENS, has_shared_strides, shared_strides, step_arguments, wgrad_step_kernel
+from .triton_wgrad import TOKENS, step_arguments, wgrad_step_kernel
 
 #: What a number is of, by the dimensions of a matrix that it is reduced over.
 KINDS = {(1,): PER_ROW.value, (0,): PER_COLUMN.value, (0, 1): OF_ALL.value}

@@ -42,6 +42,7 @@ def multi_tensor_step_kernel(
     partials,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
+    ON_SCRATCH: tl.constexpr,
     N_SCALARS: tl.constexpr,
     COLUMNS: tl.constexpr,
     MASTER: tl.constexpr,
@@ -103,7 +104,20 @@ def multi_tensor_step_kernel(
     if MASTER:
         master = pointer(row, 9 + len(STATES), tl.float32, ALIGNED) + offset
     step_coordinates(
-        g, inside, weight + offset, weight_scale, master, states, scales, has_block, h, bits, UPDATE, CODES
+        g,
+        inside,
+        weight + offset,
+        weight_scale,
+        master,
+        states,
+        scales,
+        has_block,
+        h,
+        bits,
+        UPDATE,
+        CODES,
+        False,
+        ON_SCRATCH,
     )
 
 
@@ -201,6 +215,7 @@ def _launch(
         partials,
         UPDATE=compiled_update(rule),
         CODES=codes,
+        ON_SCRATCH=rule.on_scratch,
         N_SCALARS=rule.n_scalars,
         COLUMNS=table.shape[1],
         MASTER=master,

@@ -18,7 +18,7 @@ from . import triton_lookup
 from .grouped import first_of
 from .merge import MAX_SEGMENTS
 from .norms import add_up
-from .slot import Slot
+from .slot import Slot, shared_strides
 from .triton_epilogue import step_coordinates
 from .triton_language import (
     compiled_codes,
@@ -77,6 +77,7 @@ def wgrad_step_kernel(
     I,
     UPDATE: tl.constexpr,
     CODES: tl.constexpr,
+    ON_SCRATCH: tl.constexpr,
     N_SCALARS: tl.constexpr,
     FACTORS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -167,6 +168,7 @@ def wgrad_step_kernel(
             UPDATE,
             CODES,
             len(FACTORS) > 0,
+            ON_SCRATCH,
         )
     if partials is not None:
         tl.store(partials + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), sum_of_squares)
@@ -331,6 +333,7 @@ def step_arguments(
     constants = {
         "UPDATE": compiled_update(slot.rule),
         "CODES": compiled_codes(slot),
+        "ON_SCRATCH": slot.rule.on_scratch,
         "N_SCALARS": slot.rule.n_scalars,
         "FACTORS": kinds_of(factors),
         "GROUPED": slot.noise is not None and slot.noise.row_is_grouped,
@@ -379,22 +382,3 @@ def wgrad_write(segments, out: Tensor, accumulator: Tensor | None) -> None:
 
 def _by_row(channels: Tensor | None) -> bool:
     return channels is not None and channels.shape[1] == 1
-
-
-def has_shared_strides(slot: Slot) -> bool:
-    """Whether the states and the master of ``slot`` have one layout."""
-    return len(_used_strides(slot)[1]) == 1
-
-
-def _used_strides(slot: Slot) -> tuple[list[Tensor], set[tuple[int, ...]]]:
-    others = [tensor for name, tensor in slot.tensors() if name != "weight"] or [slot.weight]
-    # The stride of a dimension of size 1 is never used, and torch sets it as it likes.
-    return others, {tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in others}
-
-
-def shared_strides(slot: Slot) -> tuple[int, ...]:
-    """Return the one stride of the states and the master of ``slot``; the weight may differ."""
-    others, used = _used_strides(slot)
-    if len(used) > 1:
-        raise ValueError(f"{slot.name}: states and master have the strides {used}; use one layout")
-    return others[0].stride()

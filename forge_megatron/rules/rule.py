@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -82,6 +82,7 @@ class Rule:
     stages_for: Callable[[Mapping], Stages] | None = None
     statistics_for: Callable[[Mapping, torch.Size], Mapping[str, tuple[int, ...]]] | None = None
     n_scalars: int = -1
+    on_scratch: ClassVar[bool] = False
     stages: Stages | None = None
     _variants: dict[tuple, Rule] = field(default_factory=dict, init=False, repr=False)
 

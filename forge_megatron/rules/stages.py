@@ -7,8 +7,8 @@ or the whole of that scratch, the first of them taken while a tile of the gradie
 stage is torch on the scratch. **Apply** is a fused rule again, with the scratch in the gradient's place and what was
 measured among its hyperparameters, so masters and weight stores are what they are for every rule.
 
-A scratch begins as NaN and a coordinate whose gradient is not finite is never written, so that it reaches the
-matrix stage as NaN. What a matrix stage mixes is then NaN everywhere, and apply keeps the whole weight.
+A coordinate whose gradient is not finite is NaN in the scratch. What is mixed with it is then NaN everywhere, and apply
+keeps the whole weight.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Stage:
         n_scalars: how many of the rule's scalars it reads.
         update: ``(g, w, states, h) -> (w, states)``, as a rule's.
         nonnegative: which of the states are never below 0, as the rule says.
+        on_scratch: its weight is a scratch, which lies elsewhere at each step and holds nothing yet: the update does
+            not read ``w``, and a coordinate whose gradient is not finite becomes NaN.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Stage:
     n_scalars: int
     update: Callable
     nonnegative: tuple[str, ...] = ()
+    on_scratch: bool = False
     stages: ClassVar[None] = None
 
 
@@ -144,7 +147,7 @@ def step_decayed(u, w, states, h):
 
 
 #: Regime 3's epilogue: the gradient of one layer, for as long as that layer's backward lasts.
-STORE_GRADIENT = Stage("gradient", (), 0, store_gradient)
+STORE_GRADIENT = Stage("gradient", (), 0, store_gradient, on_scratch=True)
 
 #: ``w <- w * decay - step_size * u``; scalars ``(decay, step_size)``.
 STEP_DECAYED = Stage("step", (), 2, step_decayed)

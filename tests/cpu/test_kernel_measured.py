@@ -8,7 +8,8 @@ import torch
 from test_kernel_regimes import copies, factors, make, tensors
 from test_rule_properties_staged import Made
 
-from forge_megatron.kernels import Slot, fused, step, triton_launch, triton_measure, triton_wgrad, wgrad_step
+from forge_megatron.formats import scale_name, state_format
+from forge_megatron.kernels import Slot, fused, staged, step, triton_launch, triton_measure, triton_wgrad, wgrad_step
 from forge_megatron.kernels.measured import Reading
 from forge_megatron.kernels.tiles import Tile
 
@@ -108,6 +109,29 @@ def test_a_vector_is_a_row_of_a_matrix_to_the_kernels(name):
     for got, want in zip(tensors(slot), tensors(twin), strict=True):
         oracles.assert_rounding(got, want, 8)
     assert slot.norm_sq.item() == twin.norm_sq.item() == grad.square().sum().item()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["lamb", "muon", "scion"])
+def test_what_a_scratch_held_before_is_never_read(name, backend, monkeypatch):
+    """States in blocks: one whose gradient is not finite is left alone, and the direction that is not there is NaN."""
+    found = lambda batch: torch.ones((len(batch), *batch[0].weight.shape))  # noqa: E731
+    monkeypatch.setattr(staged, "_scratch", found)
+    int8, slot = state_format("int8"), make(name, (18, 70))
+    kept = {}
+    for each in slot.rule.states:
+        kept |= int8.allocate(each, slot.weight, nonnegative=each in slot.rule.nonnegative)
+    slot.states = tuple(kept[each] for each in slot.rule.states)
+    slot.scales = tuple(kept[scale_name(each)] for each in slot.rule.states)
+    before = copies(slot)
+    grad = torch.ones(18, 70)
+    grad[4, 5] = math.inf
+    wgrad_step(slot, [], accumulator=grad, backend=backend)
+    assert torch.equal(slot.weight, before[0])
+    for state in slot.states:
+        assert not state[4, :64].any()
+        assert state[4, 64:].all()
+        assert state[5].all()
 
 
 def test_a_coordinate_whose_step_is_not_finite_is_left_alone():

@@ -63,6 +63,23 @@ def test_two_runs_have_the_same_bits(name):
     assert all(map(torch.equal, *map(tensors, slots)))
 
 
+@pytest.mark.parametrize("tokens", [64, 512])
+@pytest.mark.parametrize("name", ["adafactor", "adalomo", "adam_mini", "lamb", "lars", "muon", "scion", "sm3"])
+def test_a_later_launch_finds_the_scratch_where_it_lies_then(name, tokens):
+    """Launches are remembered; the twin's are forgotten before each step. A tensor in between moves the scratch."""
+    generator = torch.Generator().manual_seed(0)
+    slot, twin = (moved(make(name, (768, 1024), dtype=torch.bfloat16, taken=3)) for _ in range(2))
+    held = []
+    for _ in range(4):
+        dy, x = (torch.randn(tokens, n, generator=generator).bfloat16().cuda() for n in (768, 1024))
+        for each in (slot, twin):
+            twin.memo.clear()
+            wgrad_step(each, [(dy, x)])
+        held.append(torch.full((768, 1024), float("nan"), device="cuda"))
+        assert all(map(torch.equal, tensors(slot), tensors(twin)))
+    assert slot.memo
+
+
 @pytest.mark.parametrize("name", ["muon", "lamb", "lars", "adafactor", "galore", "apollo"])
 def test_a_step_holds_a_few_fp32_copies_of_one_layer_at_most_and_returns_them(name):
     shape = (2048, 4096)

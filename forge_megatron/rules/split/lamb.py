@@ -42,7 +42,7 @@ def apply(r, w, states, h):
 
 
 STAGES = Stages(
-    Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update, ("exp_avg_sq",)),
+    Stage("lamb", ("exp_avg", "exp_avg_sq"), 7, update, ("exp_avg_sq",), on_scratch=True),
     Stage("lamb", (), 2, apply),
     measures=(Measure(sizes, over_all(2), reads_weight=True),),
 )

@@ -101,7 +101,7 @@ def orthogonal(u: Tensor, split, steps: int, coefficients: tuple, eps: float, co
 
 @functools.cache
 def stages(is_nesterov: bool, *options) -> Stages:
-    epilogue = Stage("muon", ("momentum_buffer",), 2, nesterov if is_nesterov else heavy_ball)
+    epilogue = Stage("muon", ("momentum_buffer",), 2, nesterov if is_nesterov else heavy_ball, on_scratch=True)
     split, steps, coefficients, eps, convention = options
     transform = functools.partial(
         orthogonal, split=split, steps=steps, coefficients=coefficients, eps=eps, convention=convention

@@ -96,7 +96,7 @@ def stages(norm_type: str, steps: int) -> Stages:
     def direct(u, w, states, statistics, h, whole):
         return steepest(u, norm_type, steps, whole)
 
-    return Stages(Stage("scion", ("d",), 2, update), STEP_DECAYED, direct=direct)
+    return Stages(Stage("scion", ("d",), 2, update, on_scratch=True), STEP_DECAYED, direct=direct)
 
 
 register(
