@@ -38,7 +38,8 @@ def prepare(
         compiled: what ``kernel[grid](...)`` returned.
         grid: of every launch.
         arguments: the kernel's, constants too, in its order; the tensors among them stay where they are.
-        changing: the positions of the tensors, or tuples of tensors, that each launch has anew.
+        changing: the positions of the tensors, or tuples of tensors, that each launch has anew, in the order in which
+            it gives them.
         describe: for those of them that the kernel takes by a descriptor, what makes it.
 
     Returns:
@@ -84,13 +85,14 @@ class _Converted:
         self._second += (compiled.packed_metadata, None, None, None)
         self._plain = plain
         self._fixed: list = []
-        self._changing: list[_Pointer | _Descriptor] = []
+        places: dict[int, _Pointer | _Descriptor] = {}
         for position, argument in enumerate(arguments):
             meta, begin = descriptors.get(position), len(self._fixed)
             self._fixed += _pointers([argument]) if meta is None else nvidia.make_tensordesc_arg(argument, meta)
             if position in changing:
                 where = slice(begin, len(self._fixed))
-                self._changing.append(_Pointer(where) if meta is None else _Descriptor(where, meta, describe[position]))
+                places[position] = _Pointer(where) if meta is None else _Descriptor(where, meta, describe[position])
+        self._changing = [places[position] for position in changing]
 
     def __call__(self, *tensors: Tensor) -> None:
         if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:

@@ -235,6 +235,7 @@ def main() -> None:
         label = f"formed and measured by {name}{' odd' if shape[1] % 16 else ''}"
         staged.wgrad_step(half, segments, None, torch.zeros(()), "triton")
         label = label.replace("formed and measured", "measured")
+        half.memo.clear()
         regimes.step([half], [torch.zeros(shape)], torch.zeros(()), "triton")
     for channels in (torch.zeros(2048, 1), torch.zeros(1, 2048)):
         label = f"channels {list(channels.shape)}"

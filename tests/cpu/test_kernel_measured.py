@@ -1,6 +1,7 @@
 """What is measured of a gradient, while it is formed and from memory: against fp64, and by how many walks over it."""
 
 import math
+from types import SimpleNamespace
 
 import oracles
 import pytest
@@ -9,7 +10,17 @@ from test_kernel_regimes import copies, factors, make, tensors
 from test_rule_properties_staged import Made
 
 from forge_megatron.formats import scale_name, state_format
-from forge_megatron.kernels import Slot, fused, staged, step, triton_launch, triton_measure, triton_wgrad, wgrad_step
+from forge_megatron.kernels import (
+    Slot,
+    fused,
+    prepared,
+    staged,
+    step,
+    triton_launch,
+    triton_measure,
+    triton_wgrad,
+    wgrad_step,
+)
 from forge_megatron.kernels.measured import Reading
 from forge_megatron.kernels.tiles import Tile
 
@@ -109,6 +120,34 @@ def test_a_vector_is_a_row_of_a_matrix_to_the_kernels(name):
     for got, want in zip(tensors(slot), tensors(twin), strict=True):
         oracles.assert_rounding(got, want, 8)
     assert slot.norm_sq.item() == twin.norm_sq.item() == grad.square().sum().item()
+
+
+class Compiled:
+    """A compiled kernel of Triton 3.6, as far as a launch past its converter asks."""
+
+    def __init__(self):
+        launch = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch=self.launch)
+        self.run = SimpleNamespace(launch_cooperative_grid=False, launch_pdl=False, **vars(launch))
+        self.function, self.packed_metadata, self.arguments = 1, (), None
+
+    def launch(self, *arguments):
+        self.arguments = list(arguments[-5:])
+
+    def __getitem__(self, grid):
+        return self.launch
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 9)])
+def test_a_launch_that_is_remembered_has_every_operand_in_its_place(version, monkeypatch):
+    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(prepared, "driver", SimpleNamespace(active=device))
+    monkeypatch.setattr(prepared, "triton_version", lambda: version)
+    stays, *first, scratch, factor, multiplier = (torch.zeros(4) for _ in range(6))
+    compiled = Compiled()
+    again = prepared.prepare(compiled, (1, 1, 1), [stays, first[0], None, (first[1],), 7], [3, 1])
+    again((factor, multiplier), scratch)
+    given = [stays, scratch, None, (factor, multiplier), 7]
+    assert compiled.arguments == (prepared._pointers(given) if version == (3, 6) else given)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
