@@ -41,37 +41,46 @@ def test_one_coefficient_for_both_kinds(backend):  # field log row 2
     pair.expect_equal()
 
 
-def test_sixty_four_micro_batches_of_one_to_512_tokens():  # field log row 12
-    """Equal to one batch, and no more is held at the end than in the middle."""
-    pair = Pair(mlp(64, 64, 64, 64), accumulation_steps=None)
+@pytest.mark.parametrize("call", [nn.Module.__call__, run], ids=["fused", "both"])
+def test_sixty_four_micro_batches_of_one_to_512_tokens(call):  # field log row 12
+    """Four layers of 256; equal to one batch, and no more is held at the end than in the middle."""
+    pair = Pair(mlp(256, 256, 256, 256, 256), lr=1e-4, accumulation_steps=None)
     lengths = torch.randint(1, 513, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = batch(sum(lengths), 64)
+    rows = batch(sum(lengths), 256)
     held = []
     for x in rows.split(lengths):
-        (run(pair.model, x).square().sum() / len(rows)).backward()
+        (call(pair.model, x).square().sum() / len(rows)).backward()
         held.append(sum(owned.factors.nbytes() for owned in pair.optimizer.owned.values()))
-    (run(pair.twin, rows).square().sum() / len(rows)).backward()
+    (call(pair.twin, rows).square().sum() / len(rows)).backward()
     pair.close()
     pair.expect_equal()
     fused = [row for row in pair.optimizer.coverage if row.fused]
-    assert [row.name for row in fused] == ["0.weight", "4.weight"]
+    assert [row.name for row in fused] == [f"{index}.weight" for index in range(0, 8, 2 if call is not run else 4)]
+    # The gradient pool of the same weights in torch.
     assert max(held) == sum(4 * math.prod(row.shape) for row in fused)
     assert all(row.waits_as == "accumulator" for row in fused)
 
 
 @backends
-def test_zero_grad_discards_both_kinds(backend):  # field log row 26
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_discards_both_kinds(backend, set_to_none):  # field log row 26
+    """Before, inside and after a window; of a model alone it is refused inside, where it would drop the half of it."""
     pair = Pair(mlp(6, 8, 8, 4), backend=backend, accumulation_steps=3)
     for model, optimizer in pair.sides():
+        model.zero_grad(set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=set_to_none)
         loss(batch(5, 6))(model).backward()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
     for seed in range(3):
         pair.backward(loss(batch(5, 6, seed=seed)))
-    pair.close()
+    for model, optimizer in pair.sides():
+        optimizer.step()
+        model.zero_grad(set_to_none=set_to_none)
+    pair.expect_equal()
     pair.backward(loss(batch(5, 6)))
     before = snapshot(pair.model, pair.optimizer)
-    pair.model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"every \.grad was dropped .* 0\.weight"):
+    pair.model.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(RuntimeError, match=r"every \.grad was dropped .* 0\.weight|\.grad was changed after backward"):
         pair.backward(loss(batch(5, 6)))
     expect_bit_equal(before, snapshot(pair.model, pair.optimizer))
 

@@ -97,6 +97,10 @@ def expect_same_run(ours: Trainer, theirs: Trainer, atol: float = 2e-5) -> None:
         torch.testing.assert_close(p, other, rtol=0, atol=atol, msg=name)
 
 
+# Every linear of Llama's is fused; GPT-2's are transformers' own Conv1D, which are stepped from .grad.
+both_kinds = pytest.mark.parametrize("make", [llama, gpt2])
+
+
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
@@ -115,23 +119,25 @@ def test_a_trainer_trains_as_with_torchs_adamw(tmp_path, make, changes):  # fiel
     theirs = train(make(), tmp_path, 11, ours=False, **changes)
     expect_same_run(ours, theirs)
     optimizer = ours.optimizer.optimizer
-    # GPT-2's linears are transformers' own Conv1D, which are stepped from .grad; its embeddings are not.
+    # GPT-2's embeddings are fused.
     assert sum(row.fused for row in optimizer.coverage) == (16 if make is llama else 2)
     assert optimizer._plan.waits == (changes.get("max_grad_norm", 1.0) > 0)
 
 
-def test_twenty_micro_batches_in_windows_of_eight(tmp_path):  # field log row 13
+@both_kinds
+def test_twenty_micro_batches_in_windows_of_eight(tmp_path, make):  # field log row 13
     """Three steps; the last window's four are weighed by their tokens, as the Trainer does."""
     changes = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1}
-    ours, theirs = (train(llama(), tmp_path, 20, ours=is_ours, **changes) for is_ours in (True, False))
+    ours, theirs = (train(make(), tmp_path, 20, ours=is_ours, **changes) for is_ours in (True, False))
     assert ours.state.global_step == 3
     assert all(state["step"] == 3 for state in ours.optimizer.optimizer.state.values())
     expect_same_run(ours, theirs)
 
 
-def test_a_smoothed_loss_does_not_scale_with_the_number_of_micro_batches(tmp_path):  # field log row 23
+@both_kinds
+def test_a_smoothed_loss_does_not_scale_with_the_number_of_micro_batches(tmp_path, make):  # field log row 23
     runs = [
-        train(llama(), tmp_path, 8, ours=True, label_smoothing_factor=0.1, **changes)
+        train(make(), tmp_path, 8, ours=True, label_smoothing_factor=0.1, **changes)
         for changes in (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
             {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 1},
@@ -174,8 +180,9 @@ def test_a_trainers_nan_loss_is_skipped_whole(tmp_path):  # field log row 88
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_a_window_of_another_length_is_noticed(tmp_path):  # field log row 25
-    trainer = Trainer(model=llama(), args=arguments(tmp_path, gradient_accumulation_steps=4), train_dataset=texts(16))
+@both_kinds
+def test_a_window_of_another_length_is_noticed(tmp_path, make):  # field log row 25
+    trainer = Trainer(model=make(), args=arguments(tmp_path, gradient_accumulation_steps=4), train_dataset=texts(16))
     attach(trainer, accumulation_steps=3)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(RuntimeError, match=r"backward number 4 since the last step\(\), with accumulation_steps=3"):

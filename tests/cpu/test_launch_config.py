@@ -48,6 +48,9 @@ def test_every_recipe_of_the_folder_loads_by_name(name):
         ("data.train_weights=1.0", "data.train_weights", "data.train_weights=[1.0]"),
         ("run.steps=${run.stepz}", "run.steps", "stepz"),
         ("run.steps", "run.steps", "key=value"),
+        # Field log row 3: 0 is the one spelling of no clipping, with inf.
+        ("optimizer.clip_grad=None", "optimizer.clip_grad", "None"),
+        ("optimizer.clip_grad=null", "optimizer.clip_grad", "None"),
     ],
 )
 def test_a_wrong_override_names_its_key(recipe_file, override, key, said):

@@ -352,6 +352,13 @@ def poison(session: Run, value: float) -> None:
     (factors.kept[0].dy if factors.kept else factors.accumulator).data[0, 0] = value
 
 
+def step_from_grad(session: Run) -> None:
+    """The fallback: a hook that only looks makes every owned weight one that is stepped from ``.grad``."""
+    for pair in session.optimizer.chained_optimizers:
+        for weight in pair.forge.owned:
+            weight.register_hook(lambda grad: None)
+
+
 def gap(first: list[float], second: list[float]) -> float:
     """The largest difference of two curves; raises if they have different lengths."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))

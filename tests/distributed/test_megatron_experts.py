@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_harness import Case, Run, layout, run
+from megatron_harness import Case, Run, layout, run, step_from_grad
 from megatron_pairs import expect_equal
 
 pytestmark = pytest.mark.timeout(900)
@@ -110,16 +110,19 @@ def test_every_layout_of_four_ranks_trains_like_megatron():
                     assert torch.equal(value, other[weight]), (name, weight)
 
 
-def _norm_of(degrees: dict[str, int]) -> tuple[float, set[str]]:
+def _norm_of(degrees: dict[str, int], fused: bool) -> tuple[float, set[str]]:
     session = Run(_over(degrees, replace(CASES["clipped"], own_batches=False)).with_forge())
+    if not fused:
+        step_from_grad(session)
     return session.train(1)["norms"][0], set(_experts(session.weights()))
 
 
-def test_the_norm_counts_each_expert_once():  # field log row 7
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "fallback"])
+def test_the_norm_counts_each_expert_once(fused):  # field log row 7
     """On one rank, on expert-parallel ranks, and beside tensor parallelism: from the same weights and batch."""
-    ((alone, names),) = run(1, _norm_of, {"tp": 1})
+    ((alone, names),) = run(1, _norm_of, {"tp": 1}, True)
     for degrees in ({"tp": 1, "ep": 2}, {"tp": 2, "ep": 2}):
-        found = run(2 * degrees["tp"], _norm_of, degrees, **degrees)
+        found = run(2 * degrees["tp"], _norm_of, degrees, fused, **degrees)
         assert set().union(*(experts for _, experts in found)) == names
         for norm, _ in found:
             assert norm == pytest.approx(alone, rel=1e-5), degrees

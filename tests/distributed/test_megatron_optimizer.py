@@ -37,66 +37,6 @@ def _same(first: dict, second: dict) -> bool:
 
 
 @workers
-def _norm_of_known_gradients() -> float:
-    """Sharded gradients of norm² 9 over the ranks, replicated ones of norm² 16."""
-    session = Run(FORGE)
-    session.chunk.zero_grad_buffer()
-    session.optimizer.zero_grad()
-    norm = session.model.decoder.final_layernorm.weight
-    norm.main_grad.zero_()[0] = 4.0
-    owned = next(iter(_pair(session).forge.owned.values()))
-    owned.factors.accumulator = torch.zeros_like(owned.weight)
-    owned.factors.accumulator[0, 0] = (9.0 / 2) ** 0.5
-    session.optimizer.prepare_grads()
-    return float(session.optimizer.get_grad_norm())
-
-
-def test_replicated_gradients_are_counted_once(results):
-    """Field row 5: 5.0 on every rank, not 6.40."""
-    assert results["_norm_of_known_gradients"] == [pytest.approx(5.0, rel=1e-6)] * 2
-
-
-def _head_scale(tagged: bool):
-    """A user's head-wise parameter beside FORGE's linears, sharded over TP."""
-
-    def edit(model) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        core = model.decoder.layers[0].self_attention.core_attention
-        scale = torch.linspace(0.5, 2.0, 4).chunk(size)[rank].clone()
-        core.head_scale = torch.nn.Parameter(scale)
-        if tagged:
-            set_tensor_model_parallel_attributes(core.head_scale, True, 0, 1)
-        core.register_forward_hook(lambda module, _, out: out * module.head_scale.repeat_interleave(8))
-
-    return edit
-
-
-def _user_parameter(tagged: bool):
-    session = Run(Case(clip=0.1).with_forge(), edit=_head_scale(tagged))
-    before = _snapshot(session)
-    try:
-        return session.train(3)["norms"]
-    except ValueError as error:
-        assert _same(before, _snapshot(session))
-        return str(error)
-
-
-def test_an_untagged_shard_is_named_before_anything_changes():
-    """Field row 8."""
-    for message in run(2, _user_parameter, False):
-        assert "core_attention.head_scale" in message
-        assert "set_tensor_model_parallel_attributes" in message
-
-
-def test_a_tagged_shard_is_in_the_norm():
-    assert run(2, _user_parameter, True)[0] == pytest.approx(run(1, _user_parameter, False)[0], rel=1e-5)
-
-
-@workers
 def _not_finite() -> dict:
     session, twin = Run(FORGE), Run(FORGE)
     found = {}
