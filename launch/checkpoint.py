@@ -8,6 +8,7 @@ that its manifest confirms.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -134,14 +135,15 @@ def load(folder: Path, state: dict, optional: tuple[str, ...] = ()) -> dict:
     """Read into ``state``'s layout. Collective.
 
     Args:
-        optional: prefixes of keys that may be in the checkpoint without being asked for.
+        optional: prefixes of keys that may be in the checkpoint without being asked for, of each of several chained
+            optimizers.
 
     Raises:
         CheckpointError: a key is missing, or in the checkpoint and not in ``state``.
     """
     # Megatron's names: "unexpected" was asked for and is not there, "missing" is there and was not asked for.
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    surplus = sorted(key for key in missing if not key.startswith(optional))
+    surplus = sorted(key for key in missing if not re.sub(r"^chained_\d+\.", "", key).startswith(optional))
     if unexpected or surplus:
         raise CheckpointError(
             f"{folder} does not fit this run: it lacks {sorted(unexpected)[:8]} and has besides {surplus[:8]}. "

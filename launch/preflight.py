@@ -162,17 +162,17 @@ def _check_forge(recipe: Recipe) -> None:
         rule = rules.get(recipe.optimizer.rule)
     except ValueError as error:
         raise RecipeError("optimizer.rule", str(error)) from error
-    by_rows = recipe.parallel.distributed_optimizer
-    if rule.regime != "fused" and by_rows:
-        raise RecipeError(
-            "optimizer.rule", f"{rule.name} reads whole matrices: set parallel.distributed_optimizer=false"
-        )
     try:
-        states, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
+        _, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (TypeError, ValueError) as error:
         raise RecipeError("optimizer.recipe", str(error)) from error
-    if store.name == "fp8":
-        raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} is not built for Megatron's linears")
+    if store.name == "fp8" and rule.regime != "fused":
+        raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} and {rule.name}: set optimizer.rule=adamw")
+    if store.name == "fp8" and recipe.parallel.distributed_optimizer:
+        raise RecipeError(
+            "optimizer.recipe",
+            f"{recipe.optimizer.recipe!r} needs whole weights: set parallel.distributed_optimizer=false",
+        )
     waiting = {
         "optimizer.clip_grad": recipe.optimizer.clip_grad > 0,
         "batch.total": recipe.micro_batches > 1,
@@ -181,11 +181,6 @@ def _check_forge(recipe: Recipe) -> None:
     reasons = ", ".join(f"{key}={recipe.get(key)}" for key, waits in waiting.items() if waits)
     if recipe.optimizer.update == "backward" and reasons:
         raise RecipeError("optimizer.update", f"backward cannot be exact with {reasons}: set it to auto")
-    if by_rows and (states.is_scaled or store.stochastic):
-        raise RecipeError(
-            "optimizer.recipe",
-            f"{recipe.optimizer.recipe!r} needs whole weights: set parallel.distributed_optimizer=false",
-        )
 
 
 def index_builder() -> Path | None:
@@ -265,7 +260,8 @@ def check_folders(recipe: Recipe) -> None:
 def state_bytes(recipe: Recipe) -> int:
     """A lower bound of a rank's weights and optimizer states in bytes: activations, gradients and
     the communication's buffers come on top."""
-    from forge_megatron import rules
+    from forge_megatron import formats, rules
+    from launch.dtypes import DTYPES
 
     model, wide = recipe.model, 4 if recipe.model.dtype == "fp32" else 2
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
@@ -279,11 +275,13 @@ def state_bytes(recipe: Recipe) -> int:
     stages = recipe.parallel.pipeline
     embeddings = (model.vocab_size or 0) * model.hidden_size * (1 if model.tied_head or stages > 1 else 2)
     weights = model.num_layers // stages * (attention + mlp) + embeddings
-    state = 2 if recipe.optimizer.recipe == "bf16-state" or (recipe.optimizer.recipe is None and wide == 2) else 4
-    master = 4 if recipe.optimizer.recipe == "fp32-master" and wide == 2 else 0
+    stored, store = formats.resolve_recipe(DTYPES[model.dtype], recipe.optimizer.recipe)
+    state = stored.signed.dtype.itemsize
+    master = 4 if store.master and wide == 2 else 0
+    weight = 1 if store.name == "fp8" else wide
     states = len(rules.get(recipe.optimizer.rule).states)
     sharers = recipe.parallel.data if recipe.parallel.distributed_optimizer else 1
-    return weights * (wide + (states * state + master) // sharers) // recipe.parallel.tensor
+    return weights * (weight + (states * state + master) // sharers) // recipe.parallel.tensor
 
 
 def resolve_device(recipe: Recipe) -> str:

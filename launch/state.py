@@ -14,6 +14,9 @@ from launch import checkpoint
 from launch.config import Recipe, RecipeError
 from launch.optim import load_schedule
 
+# What Megatron's own optimizer would begin from, where a 16-bit weight has no master: the weight itself once more.
+_COPIES = "optimizer.state.fp32_param."
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -115,7 +118,7 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
     same_ranks = progress.ranks == dist.get_world_size()
     if not same_ranks:
         del state["rng"]
-    loaded = checkpoint.load(folder, state, optional=() if same_ranks else ("rng",))
+    loaded = checkpoint.load(folder, state, optional=(_COPIES,) if same_ranks else (_COPIES, "rng"))
     load_schedule(scheduler, loaded["scheduler"], _param_groups(common["optimizer"]))
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model"][f"chunk{i}"])

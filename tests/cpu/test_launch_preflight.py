@@ -101,10 +101,9 @@ def test_a_good_recipe_passes(load, override):
         (["run.dir=/proc/run"], "run.dir", "cannot be written"),
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
-        (["optimizer.recipe=fp8-weight"], "optimizer.recipe", "fp8-weight"),
+        (["optimizer.recipe=fp8-weight", "optimizer.rule=lamb"], "optimizer.recipe", "fp8-weight"),
         (["parallel.distributed_optimizer=true"], "parallel.distributed_optimizer", "parallel.data"),
-        ([*SHARDED, "optimizer.rule=muon"], "optimizer.rule", "whole matrices"),
-        ([*SHARDED, "optimizer.recipe=int8"], "optimizer.recipe", "whole weights"),
+        ([*SHARDED, "optimizer.recipe=fp8-weight"], "optimizer.recipe", "whole weights"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
@@ -209,7 +208,13 @@ def test_nvml_that_does_not_answer(load, on_gpus, monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "dtype", "bytes_a_weight"),
-    [(None, "fp32", 12), (None, "bf16", 6), ("bf16-state", "bf16", 6), ("fp32-master", "bf16", 14)],
+    [
+        (None, "fp32", 12),
+        (None, "bf16", 6),
+        ("int8", "bf16", 4),
+        ("bf16-state", "bf16", 6),
+        ("fp32-master", "bf16", 14),
+    ],
 )
 def test_state_bytes(load, recipe, dtype, bytes_a_weight):
     """Weights of the good recipe by hand: qkv and proj, three SwiGLU matrices, two layers; no vocabulary given."""

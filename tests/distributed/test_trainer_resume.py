@@ -24,6 +24,11 @@ ARMS = {
         *("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "parallel.expert=2"),
         *("model.num_experts=4", "model.expert_aux_loss=0.01"),
     ),
+    "forge, weights as codes": ("model.dtype=bf16", "optimizer.recipe=fp8-weight", "optimizer.clip_grad=0"),
+    "forge, 8-bit rows": (
+        *("parallel.tensor=1", "parallel.sequence=false", "parallel.data=2", "batch.micro=1"),
+        *("parallel.distributed_optimizer=true", "model.dtype=bf16", "optimizer.recipe=int8", "optimizer.rule=lamb"),
+    ),
     "forge, another rule": ("optimizer.rule=nadam", "model.dtype=bf16", "optimizer.recipe=fp32-master"),
 }
 
