@@ -10,7 +10,7 @@ from launch.bench.arm import BETAS, EPS, Settings
 from launch.bench.shapes import Shape
 
 DEGREES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert", "dp": "data"}
-FLAGS = {"sp": {"sequence": True}, "a2a": {"context_comm": "a2a"}}
+FLAGS = {"sp": {"sequence": True}, "a2a": {"context_comm": "a2a"}, "p2p": {"context_comm": "p2p"}}
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Layout:
 def parse(text: str, world_size: int) -> config.Parallel:
     """Degrees such as ``tp2-sp`` or ``tp2-cp2``; the data-parallel ranks are what is left of ``world_size``.
 
-    ``sp`` is sequence parallelism, ``a2a`` context parallelism by all-to-all rather than all-gather, ``ep`` lies over
-    the data-parallel ranks, ``dp`` may be said.
+    ``sp`` is sequence parallelism, ``a2a`` and ``p2p`` context parallelism by all-to-all and in a ring rather than by
+    all-gather, ``ep`` lies over the data-parallel ranks, ``dp`` may be said.
 
     Raises:
         ValueError: not of this form, or not of as many ranks.

@@ -24,6 +24,7 @@ MEGATRON_BENCHES = [
         ("tp2-sp-cp2-dp2", 8, {"tensor": 2, "sequence": True, "context": 2, "data": 2}),
         ("ep8", 8, {"expert": 8, "data": 8}),
         ("cp2-a2a", 4, {"context": 2, "context_comm": "a2a", "data": 2}),
+        ("cp2-p2p", 2, {"context": 2, "context_comm": "p2p"}),
         ("pp2-vpp2", 2, {"pipeline": 2, "virtual_pipeline": 2, "data": 1}),
     ],
 )
