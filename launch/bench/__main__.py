@@ -2,6 +2,8 @@
 
 ``python -m launch.bench figure FILE.json ... --out FIGURE.png``: draw what is there.
 
+``python -m launch.bench table FILE.json ...``: one table of all of them.
+
 Exit codes: 0 every cell has a result (out of memory is one); 1 a cell failed, was refused or left out; 2 the bench
 cannot run.
 """
@@ -62,7 +64,7 @@ def known_parity(log: dict, cell: spec.Cell) -> dict | None:
 
 def parser() -> argparse.ArgumentParser:
     cli = argparse.ArgumentParser("python -m launch.bench", description=__doc__.split("\n")[0])
-    cli.add_argument("bench", help="a name in recipes/bench, or a YAML file; or 'figure' and results files")
+    cli.add_argument("bench", help="a name in recipes/bench, or a YAML file; or 'figure' or 'table' and results files")
     cli.add_argument("overrides", nargs="*", metavar="key=value")
     cli.add_argument("--out", type=Path, help="default: recipes/bench/results/BENCH.json")
     cli.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
@@ -82,6 +84,15 @@ def draw_figure(files: list[str], out: Path | None, places: list[str] | None) ->
     if not drawn:
         print(f"launch.bench figure: nothing was measured in {', '.join(files)}", file=sys.stderr)
     return 0 if drawn else IMPOSSIBLE
+
+
+def print_table(files: list[str]) -> int:
+    if not files:
+        print("launch.bench table: give results files", file=sys.stderr)
+        return IMPOSSIBLE
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(report.table(*(json.loads(Path(file).read_text()) for file in files)))
+    return 0
 
 
 def refuse(bench: spec.Bench, rehearse: bool) -> str | None:
@@ -114,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_intermixed_args(argv)
     if options.bench == "figure":
         return draw_figure(options.overrides, options.out, options.place)
+    if options.bench == "table":
+        return print_table(options.overrides)
     try:
         bench = spec.load(options.bench, options.overrides)
         why = refuse(bench, options.rehearse)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
-from launch.bench import megatron_arms, parallel_arms, peers, rule_arms
+from launch.bench import deepspeed_arms, megatron_arms, parallel_arms, peers, rule_arms
 from launch.bench.arm import Arm, InBackward, Settings
 
 CLIP, MICRO_BATCHES = 1.0, 4
@@ -83,6 +83,7 @@ ARMS: dict[str, Arm] = {
     **peers.ARMS,
     **rule_arms.arms(),
     **parallel_arms.ARMS,
+    **deepspeed_arms.ARMS,
     **megatron_arms.ARMS,
 }
 

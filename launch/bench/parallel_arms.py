@@ -89,7 +89,7 @@ ARMS: dict[str, Arm] = {
     "forge-dp-master": _over_ranks(_forge(**_MASTER), "ddp-fused"),
     "zero-redundancy": _over_ranks(_ddp(_zero), "zero-redundancy"),
     "forge-states": _over_ranks(_forge(sharding="states"), "zero-redundancy"),
-    "forge-states-master": _over_ranks(_forge(sharding="states", **_MASTER), "zero-redundancy"),
+    "forge-states-master": _over_ranks(_forge(sharding="states", **_MASTER), "deepspeed-zero2"),
     "fsdp2-fused": _over_ranks(_fsdp2(), "fsdp2-fused"),
     "forge-fsdp": _over_ranks(_forge_sharded(), "fsdp2-fused"),
     "forge-fsdp-int8": _over_ranks(_forge_sharded(**_INT8), "fsdp2-fused", bound=None),

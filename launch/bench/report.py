@@ -48,6 +48,7 @@ def _merge(answers: list[dict]) -> dict:
         "ms": statistics.median(steps),
         "spread_ms": statistics.stdev(steps) if len(steps) > 1 else None,
         "peak_bytes": max(answer["peak_bytes"] for answer in good),
+        "least_peak_bytes": min(min(answer.get("ranks_peak_bytes", [answer["peak_bytes"]])) for answer in good),
         "against": good[0]["against"],
         "approximate": good[0].get("approximate", False),
         "phases": good[0]["ms"],
@@ -72,15 +73,24 @@ def end_of_backward(cell: dict) -> int | None:
     return next((held for what, held in cell["timeline"] if what == "end of backward"), None)
 
 
-def table(log: dict) -> Table:
-    """Every arm of every place, with its ratios to its reference in the same run."""
-    gpus = log["provenance"]["gpus"]
-    world = log["bench"].get("world_size", 1)
-    where = f"{world} × {gpus[0]['name']}" if gpus else "a rehearsal on a CPU: no number is a measurement"
+def peak(cell: dict) -> str:
+    """GiB, of the rank with the least and of the rank with the most where they differ."""
+    least, most = (f"{cell[of] / GIB:.2f}" for of in ("least_peak_bytes", "peak_bytes"))
+    return most if least == most else f"{least} to {most}"
+
+
+def _where(log: dict) -> str:
+    gpus, world = log["provenance"]["gpus"], log["bench"].get("world_size", 1)
+    return f"{world} × {gpus[0]['name']}" if gpus else "a rehearsal on a CPU: no number is a measurement"
+
+
+def table(*logs: dict) -> Table:
+    """Every arm of every place of these files, with its ratios to its reference in the same run; peaks are a rank's."""
+    where = ", ".join(dict.fromkeys(map(_where, logs)))
     drawn = Table(title=f"{where}; ratios to 'against' in the same run", title_justify="left")
     for column in ("cell", "arm", "step ms", "×", "peak GiB", "×", "end of backward GiB", "against"):
         drawn.add_column(column, justify="left" if column in ("cell", "arm", "against") else "right")
-    for place, row in merged(log).items():
+    for place, row in (item for log in logs for item in merged(log).items()):
         for index, (arm, cell) in enumerate(row.items()):
             first = place if not index else ""
             if "ms" not in cell:
@@ -95,7 +105,7 @@ def table(log: dict) -> Table:
                 f"{arm} (approximate)" if cell["approximate"] else arm,
                 f"{cell['ms']:.1f}{spread}",
                 ratios[0],
-                f"{cell['peak_bytes'] / GIB:.2f}",
+                peak(cell),
                 ratios[1],
                 "" if held is None else f"{held / GIB:.2f}",
                 cell["against"],

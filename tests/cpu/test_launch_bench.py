@@ -296,6 +296,19 @@ def test_a_peak_is_stacked_of_its_pools():
     }
 
 
+def test_one_table_of_several_files_has_the_least_and_the_largest_peak_of_the_ranks(tmp_path, capsys):
+    ranks = answer("forge-dp", 50.0, 3 << 30, against="forge-dp", ranks_peak_bytes=[2 << 30, 3 << 30])
+    other = answer("forge", 60.0, 4 << 30, sequence=64, against="forge", ranks_peak_bytes=[4 << 30, 4 << 30])
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for file, one in zip(files, (ranks, other), strict=True):
+        file.write_text(json.dumps(log(one, world_size=2)))
+    assert bench_main.main(["table", *map(str, files)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("2 × a GPU") == 1
+    assert [name in said for name in ("a/b1/s512", "2.00 to 3.00", "a/b1/s64", " 4.00 ")] == [True] * 4
+    assert bench_main.main(["table"]) == bench_main.IMPOSSIBLE
+
+
 def test_results_of_other_sources_are_not_continued(tmp_path):
     out = tmp_path / "out.json"
     out.write_text(json.dumps(log(answer("forge", 1.0, 1), answer("adamw-fused", failed="why"))))

