@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forge_megatron.formats import Fp8Weight
-from forge_megatron.kernels import local
+from forge_megatron.kernels import Slot, local, measures_apart, resolve_backend
 from forge_megatron.linear import OwnedWeight, has_gradient_hook
 
 
@@ -73,6 +73,7 @@ def cover(
     owned: Mapping[Tensor, OwnedWeight],
     reasons: Mapping[Tensor, str],
     bucket_bytes: int = 0,
+    backend: str = "auto",
 ) -> Coverage:
     """The table of an optimizer.
 
@@ -82,6 +83,7 @@ def cover(
         owned: the weights that are fused unless something reads them without calling their module.
         reasons: why others are not.
         bucket_bytes: see :class:`Coverage`.
+        backend: of the kernels.
     """
     rows = []
     for p, name in labels.items():
@@ -90,7 +92,11 @@ def cover(
         if not p.requires_grad:
             how = "frozen"
         elif fused:
-            how = _HOW[owned[p].slot.rule.regime] if owned[p].slot is not None else "fused"
+            how = (
+                "fused"
+                if owned[p].slot is None
+                else _HOW[owned[p].slot.rule.regime] + _measured(owned[p].slot, backend)
+            )
             if isinstance(p, Fp8Weight):
                 how += f", weight as e4m3 codes of {p.nbytes:,} bytes"
         elif hooked:
@@ -111,6 +117,18 @@ _HOW = {
     "deferred": "in backward, from one layer's gradient",
     "projected": "in backward, from an approximate low-rank projection of its gradient",
 }
+
+
+def _measured(slot: Slot, backend: str) -> str:
+    """Where a gradient is measured, of a rule that measures one."""
+    measures = () if slot.rule.stages is None else slot.rule.stages.measures
+    weight = slot.weight
+    if slot.rule.regime != "deferred" or not measures or resolve_backend(weight.device, backend) == "reference":
+        return ""
+    if measures_apart(weight.dtype, weight.device, backend):
+        return f", formed by cuBLAS and then measured ({len(measures)}x)"
+    again = "" if len(measures) == 1 else f", and {len(measures) - 1}x again"
+    return f", measured while it is formed{again}"
 
 
 def _waiting(row: Row) -> str:

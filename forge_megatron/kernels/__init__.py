@@ -3,7 +3,7 @@
 from .api import step, wgrad, wgrad_accumulate, wgrad_norm_sq, wgrad_norms_sq, wgrad_step, wgrad_steps
 from .backend import resolve_backend
 from .blocks import FormedRows, of_rows
-from .choice import choose
+from .choice import choose, measures_apart
 from .entrance import without_autocast
 from .grouped_rows import GroupedRows
 from .lookups import is_lookup
@@ -26,6 +26,7 @@ __all__ = [
     "is_sharded",
     "local",
     "logit_gradient",
+    "measures_apart",
     "of_rows",
     "origin_of",
     "placed_as",

@@ -111,6 +111,17 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
     return chosen
 
 
+def measures_apart(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
+    """Whether cuBLAS forms a gradient that a rule measures, of one pair of factors of ``dtype``, before a walk.
+
+    Otherwise the portable kernel measures it while it forms it, which saves that walk. cuBLAS multiplies faster by
+    more: a step of LARS for ``[14336, 4096]`` takes 452 µs against 502 at 512 tokens, 954 against 1093 at 4096, one of
+    Adafactor 446 against 480 and 944 against 1195 (one H200).
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and torch.device(device).type == "cuda" and backend in ("auto", "cublas")
+
+
 def adds_by_hopper(out: Tensor, accumulator: Tensor | None) -> bool:
     """Whether ``"auto"`` takes the Hopper kernel to add a gradient to ``accumulator``, where it can."""
     return accumulator is not None and out.numel() >= LARGE and is_hopper(out.device) and has_tried_gluon()

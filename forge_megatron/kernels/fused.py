@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
-from .choice import adds_by_hopper, choose_for
+from .choice import adds_by_hopper, choose_for, measures_apart
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
 
@@ -99,7 +99,7 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
 
 def forms_alone(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> bool:
     """Whether :func:`wgrad_write` forms such a gradient better than a kernel that measures it too."""
-    return backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator)
+    return _one_gemm(segments, out, accumulator) and measures_apart(segments[0][0].dtype, out.device, backend)
 
 
 def measure(

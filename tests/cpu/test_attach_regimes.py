@@ -269,4 +269,6 @@ def test_coverage_says_how_a_weight_is_stepped_and_that_a_projection_is_approxim
         how[rule] = forge.attach(model, rule, lr=1e-2).coverage.rows[0].how
     assert how["lamb"] == "fused, then the weight from its whole matrix"
     assert how["sm3"] == "in backward, from one layer's gradient"
+    interpreted = forge.attach(mlp(6, 9), "sm3", lr=1e-2, backend="triton").coverage.rows[0].how
+    assert interpreted == "in backward, from one layer's gradient, measured while it is formed"
     assert "approximate" in how["galore"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import forge_megatron.kernels.backend as backends
-from forge_megatron.kernels import choose
+from forge_megatron.kernels import choose, measures_apart
 from forge_megatron.kernels.cost import TILES
 from forge_megatron.kernels.hopper_config import CONFIGS, choose_config
 
@@ -80,3 +80,19 @@ def test_an_interpreted_triton_has_no_hopper_kernel(on_hopper, monkeypatch):
     on_hopper("3.6.0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose((4096, 4096), 512, "cuda") == "cublas"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "backend", "apart"),
+    [
+        (torch.bfloat16, "cuda", "auto", True),
+        (torch.float16, "cuda", "cublas", True),
+        (torch.float32, "cuda", "auto", False),
+        (torch.bfloat16, "cuda", "triton", False),
+        (torch.bfloat16, "cpu", "auto", False),
+    ],
+)
+def test_cublas_forms_what_is_measured_where_it_multiplies_faster_than_the_portable_kernel(
+    dtype, device, backend, apart
+):
+    assert measures_apart(dtype, device, backend) is apart
