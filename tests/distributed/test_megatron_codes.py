@@ -92,7 +92,7 @@ def test_each_step_is_megatrons_rounded_to_a_neighbour(results):
 
 
 def _read(folder: str) -> dict:
-    session = Run(replace(CASE, dtype=torch.bfloat16).with_forge(**CODES))
+    session = Run(replace(CASE, dtype=torch.bfloat16, fused_head=True).with_forge(**CODES))
     load(session, folder)
     return session.weights()
 
@@ -101,7 +101,7 @@ def _read(folder: str) -> dict:
 def _resumed() -> dict:
     found = {}
     with layout(tp=2):
-        case = replace(CASE, dtype=torch.bfloat16, clip=0.05)
+        case = replace(CASE, dtype=torch.bfloat16, clip=0.05, fused_head=True)
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
         straight = Run(case.with_forge(**CODES))
