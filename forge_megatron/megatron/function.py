@@ -61,6 +61,11 @@ class OwnedParallelLinearFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         use: Use = ctx.use
         wanted = use.begin()
+        if torch.is_grad_enabled() and (ctx.allreduce_dgrad or ctx.sequence_parallel):
+            raise RuntimeError(
+                f"{use.owned.name}: create_graph=True through a tensor-parallel linear, whose collectives cannot be "
+                "differentiated again; run a gradient penalty with tensor_model_parallel_size 1"
+            )
         x_wanted, _, bias_wanted = ctx.needs_input_grad[:3]
         gathering = None
         if wanted:

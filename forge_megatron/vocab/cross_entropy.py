@@ -38,6 +38,11 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream: Tensor):
         use: Use | None = ctx.use
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through linear_cross_entropy, whose gradient cannot be differentiated again; for a "
+                "gradient penalty take F.cross_entropy of the head's output"
+            )
         x, bias, log_sum_exp, _ = ctx.saved_tensors
         wanted = use is not None and use.begin()
         x_wanted, source_wanted, bias_wanted, *_ = ctx.needs_input_grad

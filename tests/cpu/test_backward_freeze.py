@@ -89,6 +89,23 @@ def test_frozen_in_the_middle_of_an_accumulation_window(backend):
 
 
 @backends
+def test_thawed_in_the_middle_of_a_clipped_window(backend):
+    """It has the second micro-batch's gradient alone, and its norm counts."""
+    model = mlp(6, 8, 8, 4)
+    model[2].requires_grad_(False)
+    pair = Pair(model, backend=backend, clip=0.05, accumulation_steps=2)
+    for window in range(3):
+        for micro in range(2):
+            if window == micro == 1:
+                for side, _ in pair.sides():
+                    side[2].requires_grad_(True)
+            pair.backward(mean_square(batch(5, 6, seed=window)))
+        pair.close()
+        torch.testing.assert_close(pair.optimizer.grad_norm, pair.twin_norm, rtol=1e-5, atol=0)
+    pair.expect_equal()
+
+
+@backends
 def test_everything_frozen_but_the_biases(backend):
     model = mlp(6, 8, 4)
     for layer in (model[0], model[2]):

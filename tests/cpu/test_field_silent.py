@@ -1,5 +1,6 @@
 """What other systems leave untrained, or train, without a word."""
 
+import contextlib
 import copy
 
 import pytest
@@ -123,6 +124,22 @@ def test_a_gradient_penalty_is_refused_before_anything_changes(backend):  # fiel
         assert (ours.grad is None) is (theirs.grad is None)
         if ours.grad is not None:
             assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("state", ["owned", "frozen", "paused", "plain"])
+def test_a_gradient_penalty_through_a_head_with_its_loss_is_refused(state):  # field log row 74
+    """Also where nothing is stepped: its gradient would lose its graph without a word."""
+    model = mlp(6, 8, 11)
+    optimizer = None if state == "plain" else forge.attach(model, lr=1e-2)
+    model[2].requires_grad_(state != "frozen")
+    x, targets = batch(5, 6).requires_grad_(), torch.arange(5)
+    before = [p.detach().clone() for p in model.parameters()]
+    with optimizer.paused() if state == "paused" else contextlib.nullcontext():
+        loss = forge.vocab.linear_cross_entropy(model[:2](x), model[2], targets)
+        with pytest.raises(RuntimeError, match=r"create_graph=True through linear_cross_entropy"):
+            torch.autograd.grad(loss, x, create_graph=True)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("attached", [True, False])

@@ -146,6 +146,23 @@ def test_the_token_count_of_a_window_comes_late(backend, call):  # field log row
 
 @backends
 @paths
+@pytest.mark.parametrize("skip", ["flag", "atomic"])
+def test_a_late_scale_of_zero_is_a_step_and_of_nan_is_none(backend, call, skip):
+    """As torch's of such a gradient: with 0 the weight decays; a tensor that is NaN is not read, and changes no bit."""
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    optimizer = forge.attach(layer, lr=0.1, weight_decay=0.5, waiting=True, skip=skip, backend=backend)
+    for scale, weight in ((torch.tensor(float("nan")), 1.0), (0.0, 0.95)):
+        call(layer, torch.tensor([[3.0, 4.0]])).sum().backward()
+        optimizer.step(gradient_multiplier=scale)
+        optimizer.zero_grad()
+        torch.testing.assert_close(layer.weight.detach(), torch.full((1, 2), weight), rtol=0, atol=1e-7)
+        assert not optimizer.state[layer.weight]["exp_avg"].any()
+    assert optimizer.skipped_steps == 1
+
+
+@backends
+@paths
 def test_clipping_by_hand(backend, call):  # field log row 1
     for rule in ("sgd", "adamw"):
         layer = nn.Linear(2, 1, bias=False)

@@ -270,6 +270,34 @@ def test_drop_in_for_megatrons_linears(results):
 
 
 @workers
+def _second_order() -> list[str]:
+    """``create_graph`` through owned weights, and through frozen ones, whose collectives would lose the graph."""
+    found = []
+    for frozen in (False, True):
+        column, row = _pair(sequence_parallel=False)
+        optimizer = _optimizer([column, row])
+        if frozen:
+            column.weight.requires_grad_(False)
+            row.weight.requires_grad_(False)
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
+        before = [module.weight.detach().clone() for module in (column, row)]
+        try:
+            torch.autograd.grad(row(column(x)[0])[0].square().sum(), x, create_graph=True)
+        except RuntimeError as error:
+            found.append(str(error))
+        assert all(torch.equal(old, module.weight) for old, module in zip(before, (column, row), strict=True))
+        del optimizer
+    return found
+
+
+def test_a_gradient_penalty_is_refused(results):
+    """Field log row 74."""
+    for owned, frozen in results["_second_order"]:
+        assert "create_graph=True through a weight that is updated in backward" in owned
+        assert "create_graph=True through a tensor-parallel linear" in frozen
+
+
+@workers
 def _leaves_alone() -> dict:
     column, row = _pair(sequence_parallel=True)
     optimizer = _optimizer([column, row])
