@@ -52,6 +52,18 @@ def test_two_ranks_experts_are_read_by_four(tmp_path, cases):
         assert gap(rank["next"], written[0]["next"]) <= 2e-6
 
 
+def test_two_ranks_experts_are_read_by_one(tmp_path):
+    """There, experts and dense weights have one optimizer."""
+    written = run(2, write, BASE, str(tmp_path), ep=2, tp=1)
+    (rank,) = run(1, read, BASE, str(tmp_path), tp=1)
+    for kind in ("weights", "states"):
+        assert rank[kind].keys() == written[0][kind].keys() | written[1][kind].keys()
+        for other in written:
+            for name, value in other[kind].items():
+                assert torch.equal(rank[kind][name], value), (kind, name)
+    assert gap(rank["next"], written[0]["next"]) <= 2e-6
+
+
 def weights_of(folder: str) -> list[tuple[dict, dict]]:
     """SequentialMLP's weights read by experts in one tensor, and theirs by SequentialMLP."""
     from megatron.core import dist_checkpointing
