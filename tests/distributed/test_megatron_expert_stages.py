@@ -19,14 +19,14 @@ from test_megatron_pipeline import FREED, OVERLAPPED
 pytestmark = pytest.mark.timeout(600)
 
 SHARDED = {"use_distributed_optimizer": True}
-BASE = Case(steps=3, micro_batches=2, clip=0.05, model=MODEL | FREED)
+BASE = Case(steps=3, layers=4, micro_batches=2, clip=0.05, model=MODEL | FREED)
 STAGES = {"tp": 1, "pp": 2, "ep": 2}
 # (case, chunks of a stage)
 CASES = {
     "tied, clipped": (replace(BASE, tied=True), None),
     "in backward": (replace(BASE, micro_batches=1, clip=0.0), None),
     "distributed optimizer": (replace(BASE, optimizer=SHARDED, ddp=SHARDED), None),
-    "interleaved": (replace(BASE, layers=4, model=MODEL | OVERLAPPED), 2),
+    "interleaved": (replace(BASE, model=MODEL | OVERLAPPED), 2),
 }
 workers, checkpoint_workers = Workers(), Workers()
 
