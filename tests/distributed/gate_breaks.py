@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,7 +23,7 @@ from forge_megatron.coordinator.bucket import Piece
 from forge_megatron.formats.state import StateFormat
 from forge_megatron.formats.store import WeightStore
 from forge_megatron.kernels import local
-from forge_megatron.linear import Use
+from forge_megatron.linear import OwnedWeight, Use
 from gates.gate import Case, get
 from gates.worker import measure, ranks
 from tests.distributed import context_breaks, expert_breaks, pipeline_breaks
@@ -62,9 +63,13 @@ def no_gather():
 
 
 def stale_weight():
-    first: dict[int, torch.Tensor] = {}
-    kept = property(lambda use: first.setdefault(id(use.owned), use.owned.weight.detach().clone()))
-    return patch.object(Use, "weight", kept)
+    first: WeakKeyDictionary[OwnedWeight, torch.Tensor] = WeakKeyDictionary()
+
+    def kept(use):
+        return first.setdefault(use.owned, use.owned.weight.detach().clone())
+
+    # Inside an autograd function ``weight_as`` does not read ``weight``.
+    return patch.multiple(Use, weight=property(kept), weight_as=lambda use, dtype: kept(use).to(dtype))
 
 
 def input_gradient_from_the_updated_weight():
