@@ -121,7 +121,7 @@ _SCHEDULE_KEYS = {
 
 
 def load_schedule(scheduler: OptimizerParamScheduler, saved: dict, groups: list[dict]) -> None:
-    """Continue ``saved``; ``groups`` are the checkpoint's param groups, which hold the schedule's ends too.
+    """Continue ``saved``; ``groups`` are the optimizer's, into which its checkpoint has put the schedule's ends too.
 
     Raises:
         RecipeError: the recipe's schedule is another one, and checkpoint.override_schedule is off.

@@ -93,15 +93,6 @@ def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, load
     }
 
 
-def _param_groups(saved: dict) -> list[dict]:
-    """Those of an optimizer's checkpoint; with an fp32 master Megatron puts its inner optimizer's one level down.
-
-    Under expert parallelism the dense weights' optimizer is the first of two.
-    """
-    saved = saved.get(0, saved)
-    return saved["param_groups"] if "param_groups" in saved else saved["optimizer"]["param_groups"]
-
-
 def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
     """Load a checkpoint into a run that was just built.
 
@@ -119,10 +110,10 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
     if not same_ranks:
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=(_COPIES,) if same_ranks else (_COPIES, "rng"))
-    load_schedule(scheduler, loaded["scheduler"], _param_groups(common["optimizer"]))
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model"][f"chunk{i}"])
     optimizer.load_state_dict(loaded["optimizer"])
+    load_schedule(scheduler, loaded["scheduler"], optimizer.param_groups)
     if same_ranks:
         _set_rng_state(loaded["rng"])
     else:

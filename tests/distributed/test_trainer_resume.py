@@ -7,6 +7,7 @@ step after a resume hides lost moments, so that whole curves and the final state
 import shutil
 
 import pytest
+from megatron.core import dist_checkpointing
 
 from launch import metrics
 from tests.distributed.trainer_runs import NO_INDEX_BUILDER, Job, write_data
@@ -108,7 +109,7 @@ def test_experts_are_read_by_another_number_of_expert_parallel_ranks(data, tmp_p
             assert together.grad_norms()[step] == pytest.approx(apart.grad_norms()[step], rel=2e-5)
 
 
-@pytest.mark.parametrize("arm", ["standard", "forge, waiting"])
+@pytest.mark.parametrize("arm", ["standard", "forge, waiting", "forge, bf16 with master", "forge, expert-parallel"])
 def test_another_schedule_is_refused_by_its_key_or_taken_when_asked(arm, data, tmp_path):
     job = Job(tmp_path / "job", data, (*ARMS[arm], "optimizer.decay_style=constant", "optimizer.decay_steps=10"))
     job.run("run.steps=3")
@@ -117,6 +118,18 @@ def test_another_schedule_is_refused_by_its_key_or_taken_when_asked(arm, data, t
     job.run("run.steps=5", "optimizer.lr=1e-3", "checkpoint.override_schedule=true")
     rates = [record["lr"] for record in metrics.read(job.run_folder, "step")]
     assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 1e-3, 1e-3])
+    saved = dist_checkpointing.load_common_state_dict(str(job.checkpoints / "step_00000005"))["optimizer"]
+    groups = _param_groups(saved)
+    assert groups
+    rates = [group[key] for group in groups for key in ("lr", "max_lr")]
+    assert rates == pytest.approx([1e-3] * len(rates))
+
+
+def _param_groups(saved):
+    """Of every optimizer in a checkpoint."""
+    if not isinstance(saved, dict):
+        return []
+    return [*saved.get("param_groups", []), *(group for part in saved.values() for group in _param_groups(part))]
 
 
 @pytest.mark.parametrize("change", ["run.seed=5", "batch.total=8", "model.rotary_base=500", "optimizer.beta2=0.99"])
