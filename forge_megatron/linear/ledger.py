@@ -100,7 +100,9 @@ class Ledger:
         self.number = next(_numbers)
         self._broken: str | None = None
         self._half_stepped = False
-        _ledgers.add(self)
+        with lock:
+            # Another thread's backward may be going through them.
+            _ledgers.add(self)
 
     # ---- what the optimizer calls
 
@@ -122,7 +124,8 @@ class Ledger:
         failed = {task for task, it in tasks.items() if it.wanted}
         if not failed:
             return
-        self._count_updates()
+        for it in tasks.values():
+            self._count_updates(it.wanted)
         stepped = [owned.name for owned in self.owned if owned.updated]
         folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
         for owned in self.owned:
@@ -349,17 +352,22 @@ class Ledger:
         if not all(verdict.waits for verdict in verdicts.values()):
             self._client().before_updates()
 
-    def _count_updates(self) -> None:
-        """When a backward has ended: raises the step counts of what it updated, in one call for all."""
-        uncounted = [owned for owned in self.owned if owned.uncounted]
+    def _count_updates(self, wanted: Iterable[OwnedWeight]) -> None:
+        """When a backward has ended: raises the step counts of what it updated, in one call for all.
+
+        Args:
+            wanted: by that backward. Every optimizer hears that it has ended, be it in the middle of a backward of its
+                own in another thread, which counts its updates itself.
+        """
+        uncounted = [owned for owned in wanted if owned.uncounted]
         raise_counts([owned.step for owned in uncounted])
         for owned in uncounted:
             owned.uncounted = False
 
     def finish(self, task: int) -> None:
-        self._count_updates()
         ended = self._tasks.get(task)
         if ended is not None:
+            self._count_updates(ended.wanted)
             # An error leaves the task in the book, and is that backward's.
             self._sum_what_will_outgrow(ended.wanted)
             keep_apart([owned.factors for owned in ended.wanted], task)

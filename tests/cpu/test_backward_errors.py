@@ -1,6 +1,7 @@
 """What cannot be made exact is refused with an error that names the weight, before any weight has changed."""
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import forge_megatron as forge
+from forge_megatron.linear import ledger
 from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
@@ -373,7 +375,15 @@ def test_another_thread_may_run_a_forward_during_backward():
     pair.expect_equal()
 
 
-def test_two_models_train_in_two_threads():
+def test_two_models_train_in_two_threads(monkeypatch):
+    def raise_slowly(counts):
+        # Time for the other thread, whose own counts these are not.
+        time.sleep(0.002)
+        counts_raised(counts)
+        time.sleep(0.002)
+
+    counts_raised = ledger.raise_counts
+    monkeypatch.setattr(ledger, "raise_counts", raise_slowly)
     pairs = [Pair(mlp(6, 8, 4, seed=seed)) for seed in range(2)]
     errors = []
 
