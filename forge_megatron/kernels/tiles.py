@@ -34,7 +34,7 @@ class Tile:
 #: 128 registers a thread let two programs share a processor: one multiplies while the other steps.
 LARGE = Tile(128, 128, 64, group=8, parts=8, num_warps=8, num_stages=3, maxnreg=128)
 SMALL = Tile(64, 64, 64, group=8, parts=2, num_warps=4, num_stages=4)
-LARGE_FP32 = Tile(128, 64, 16, group=8, parts=2, num_warps=8, num_stages=3)
+LARGE_FP32 = Tile(128, 64, 16, group=8, parts=4, num_warps=8, num_stages=3)
 SMALL_FP32 = Tile(64, 64, 16, group=8, parts=2, num_warps=4, num_stages=3)
 
 #: Where rows cannot be read 16 bytes at a time, element-wise addresses take the registers.
