@@ -22,7 +22,7 @@ from forge_megatron.coordinator import (
     Skips,
     SumFactors,
     across_ranks,
-    clip_helpers,
+    grad_helpers,
     plan,
 )
 from forge_megatron.groups import complete, joining, named_parameters
@@ -222,7 +222,7 @@ class ForgeOptimizer(Capturing):
         self._watching = True
         self.reasons.update(self._shards.reasons())
         self._watch(self._ordinary())
-        clip_helpers.guard(self)
+        grad_helpers.guard(self)
 
     def _watch(self, params: list[Tensor]) -> None:
         self._shards.watch(params)
@@ -249,6 +249,9 @@ class ForgeOptimizer(Capturing):
 
     def accumulates_ordinary(self) -> bool:
         return any(accumulates(p) for p in self._ordinary() if p.requires_grad)
+
+    def added_here(self) -> str | None:
+        return self._gradients.added_here()
 
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
@@ -279,7 +282,7 @@ class ForgeOptimizer(Capturing):
         self._gradients.release()
         self._shards.release()
         self._watching = False
-        clip_helpers.release(self)
+        grad_helpers.release(self)
         while self.fused_modules:
             unfuse(self.fused_modules.pop())
         self._ledger.owned.clear()

@@ -188,11 +188,11 @@ class Stepping(AcrossRanks):
         the same at every step by itself.
 
         Args:
-            max_norm: largest global norm of this window; None: only measure.
+            max_norm: largest global norm of this window; None: only measure. Of several the smallest counts.
             loss_scale: what the loss was multiplied by, 0-dim.
 
         Returns:
-            The norm before clipping, without the loss scale, 0-dim fp32.
+            The norm without the loss scale, before clipping by ``max_norm`` and after that of calls before, 0-dim fp32.
 
         Raises:
             ValueError: a norm without a meaning, or another than ``attach`` was given.
@@ -209,9 +209,12 @@ class Stepping(AcrossRanks):
                 "in one of the two places"
             )
         norms_sq = self.norms_sq()
-        self._limit = limit
         scale = None if loss_scale is None else (1.0 / loss_scale.double()).float().to(norms_sq.device)
-        return global_norm(norms_sq, self.reduce_norm_sq, scale)
+        norm = global_norm(norms_sq, self.reduce_norm_sq, scale)
+        if (before := self._limit) is not None:
+            norm = norm * torch.clamp(before / (norm + 1e-6), max=1.0)
+        self._limit = min((each for each in (before, limit) if each is not None), default=None)
+        return norm
 
     def _report(self, decision: Decision, counts: list[Tensor]) -> None:
         norms_sq = self._parameters.norms_sq()

@@ -97,8 +97,8 @@ def decide(
         multiplier = coefficient if scale is None else coefficient * scale
     if not atomic:
         return Decision(multiplier, norm, scale, None)
-    finite = torch.isfinite(norm)
     if found_inf is not None:
-        finite = finite & (found_inf.to(norm.device) == 0)
+        norm = torch.where(found_inf.to(norm.device) == 0, norm, torch.nan)
+    finite = torch.isfinite(norm)
     taken = norm.new_ones(()) if multiplier is None else multiplier
     return Decision(torch.where(finite, taken, torch.nan), norm, scale, ~finite)

@@ -80,6 +80,11 @@ class OrdinaryGradients:
                 "discard a window with optimizer.zero_grad()"
             )
 
+    def added_here(self) -> str | None:
+        """Inside a backward: what errors call a parameter to whose ``.grad`` it has added already."""
+        task = torch._C._current_graph_task_id()
+        return next((self.labels[p] for p, (_, _, its) in self._noted.items() if its == task), None)
+
     def expect_zeroed(self) -> None:
         """Raises if the ``.grad`` of the last step is still there: it would be applied again."""
         if self._stepped is None:

@@ -29,6 +29,17 @@ def failed_after_updates(count: int, of: int, first: str) -> str:
     return f"the last backward failed after it had updated {count} of {of} weights (the first is {first}); {WAY_OUT}"
 
 
+def refused_after_adding(name: str, updated: bool) -> str:
+    """What stays an error after a backward that raised before it reached an owned weight.
+
+    Args:
+        name: a parameter whose ``.grad`` it had reached.
+        updated: a backward before it has updated weights.
+    """
+    way_out = WAY_OUT if updated else "call zero_grad() to discard the window"
+    return f"{name}: a backward that was refused had added to its .grad; {way_out}"
+
+
 def scaled_updates(updated: str | None) -> str:
     """What an error says of GradScaler with weights that are stepped in backward.
 

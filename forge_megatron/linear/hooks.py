@@ -36,9 +36,16 @@ class _Hooks(OrderedDict):
         return OrderedDict, (list(self.items()),)
 
 
-def watch_registrations(weight: Tensor, expect_none_open: Callable[[], None]) -> None:
-    """From now on every registration asks ``expect_none_open`` first; what is registered already stays so."""
+def watch_registrations(
+    weight: Tensor, expect_none_open: Callable[[], None], expect_nothing_kept: Callable[[], None]
+) -> None:
+    """From now on every registration asks first; what is registered already stays so.
+
+    Args:
+        expect_none_open: is asked before a hook on the gradient.
+        expect_nothing_kept: before a hook on ``.grad``, as torch has it when it has added to it.
+    """
     if not weight._backward_hooks:
         weight._backward_hooks = _Hooks(expect_none_open)
     if not weight._post_accumulate_grad_hooks:
-        weight._post_accumulate_grad_hooks = _Hooks(expect_none_open)
+        weight._post_accumulate_grad_hooks = _Hooks(expect_nothing_kept)

@@ -11,17 +11,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from forge_megatron.linear.client import Client
 from forge_megatron.linear.counts import raise_counts
 from forge_megatron.linear.factors import count_shared, keep_apart
 from forge_megatron.linear.half_steps import (
     WAY_OUT,
     failed_after_updates,
+    refused_after_adding,
     rolled_back_after_updates,
     scaled_updates,
     zeroed_after_updates,
@@ -58,22 +60,6 @@ class Verdict(NamedTuple):
 
     waits: bool
     micro_batch: int
-
-
-class Client(Protocol):
-    """What the pre-flight asks of the optimizer."""
-
-    def expect_ready(self) -> None:
-        """Raises if this backward could not be followed by an exact step; changes nothing."""
-
-    def accumulates_ordinary(self) -> bool:
-        """Inside a backward: it adds to the ``.grad`` of a parameter of this optimizer that is not owned."""
-
-    def before_updates(self) -> None:
-        """Writes the hyperparameters: this backward is about to update weights."""
-
-    def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
-        """Raises unless owned weights can be trained inside it; called in its forward."""
 
 
 class Ledger:
@@ -235,7 +221,11 @@ class Ledger:
         if known is None:
             with lock:
                 if task not in self._tasks:
-                    _preflight(task, use)
+                    try:
+                        _preflight(task, use)
+                    except RuntimeError:
+                        self.refuse_running()
+                        raise
                 known = self._tasks[task]
         return use.owned in known.wanted
 
@@ -278,6 +268,14 @@ class Ledger:
             open_ = [owned for owned in open_ if owned.factors.kept] if outgrown else []
 
     # ---- the pre-flight
+
+    @staticmethod
+    def refuse_running() -> None:
+        """The running backward raises before any owned weight took part; what it added to ``.grad`` is an error."""
+        for ledger in _ledgers:
+            name = ledger._client().added_here() if ledger.owned else None
+            if name is not None and ledger._broken is None:
+                ledger._broken = refused_after_adding(name, any(owned.updated for owned in ledger.owned))
 
     def examine(self, first: Use) -> dict[OwnedWeight, Verdict]:
         """Reads the running graph task. Changes nothing.

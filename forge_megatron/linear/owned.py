@@ -87,15 +87,17 @@ def _leaf_is_input(leaf: Tensor, *, captured: bool) -> bool:
         return captured
 
 
-def _asking(reference: weakref.ref[OwnedWeight]) -> Callable[[], None]:
-    """Asks the owner of a weight for as long as it is."""
+def _asking(reference: weakref.ref[OwnedWeight], *, sums: bool = False) -> Callable[[], None]:
+    """Asks the owner of a weight for as long as it is; ``sums``: of a hook that sees the window's sum."""
 
-    def expect_none_open() -> None:
+    def ask() -> None:
         owned = reference()
         if owned is not None and owner_of(owned.weight) is owned:
             owned.expect_none_open()
+            if sums:
+                owned.expect_nothing_kept()
 
-    return expect_none_open
+    return ask
 
 
 class OwnedWeight:
@@ -136,7 +138,7 @@ class OwnedWeight:
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
-        watch_registrations(weight, _asking(weakref.ref(self)))
+        watch_registrations(weight, _asking(weakref.ref(self)), _asking(weakref.ref(self), sums=True))
 
     def renew_ticket(self) -> None:
         """Makes the ticket's and the weight's nodes anew: autograd runs a leaf's on the stream that made it."""
@@ -257,6 +259,14 @@ class OwnedWeight:
         if any(use.current and not use.executed for use in self.live_uses()):
             raise RuntimeError(self._hooked_too_late())
 
+    def expect_nothing_kept(self) -> None:
+        """Raises before a hook that reads ``.grad`` is registered, where a part of the window's sum is elsewhere."""
+        if self.factors:
+            raise RuntimeError(
+                f"{self.name}: a post-accumulate hook inside a window, whose .grad would lack the micro-batches before "
+                "it; register it before the window's first backward"
+            )
+
     def _hooked_too_late(self) -> str:
         return (
             f"{self.name}: a gradient hook between forward and backward, which keeps no gradient that it could see; "
@@ -347,12 +357,14 @@ class Use:
         if self.ticket is None:
             self.expect_current()
             return False
+        ledger = self.owned._ledger()
         if torch.is_grad_enabled():
+            if ledger is not None:
+                ledger.refuse_running()
             raise RuntimeError(
                 f"{self.owned.name}: create_graph=True through a weight that is updated in backward; "
                 "optimizer.detach() gives ordinary modules for a gradient penalty"
             )
-        ledger = self.owned._ledger()
         if ledger is None:
             raise RuntimeError(
                 f"{self.owned.name}: its optimizer was detached or deleted between forward and backward; run "

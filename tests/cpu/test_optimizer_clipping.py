@@ -318,7 +318,7 @@ class TestChangesOfGrad:
         [
             lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None],
             lambda model: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters() if p.grad is not None],
-            lambda model: model.zero_grad(set_to_none=False),
+            lambda model: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
         ],
         ids=["in_place", "replaced", "zeroed"],
     )

@@ -1,9 +1,9 @@
-"""torch's clipping helpers read ``.grad``: given a weight that is stepped without one they raise, and skip nothing.
+"""torch's helpers around ``.grad``: given a weight that is stepped without one they raise, and skip nothing.
 
-Where every trained weight is owned, nothing else tells that a clipping did not happen. ``clip_grad_norm_`` is covered
-however it was imported, for it looks its second half up when it is called. ``clip_grads_with_norm_`` is where it is
-called through ``torch.nn.utils``, or was imported after ``attach``; ``clip_grad_value_`` too, and without any ``.grad``
-it raises by itself.
+Where every trained weight is owned, nothing else tells that a clipping, or a module's ``zero_grad()``, did not happen.
+``clip_grad_norm_`` is covered however it was imported, for it looks its second half up when it is called.
+``clip_grads_with_norm_`` is where it is called through ``torch.nn.utils``, or was imported after ``attach``;
+``clip_grad_value_`` too, and without any ``.grad`` it raises by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 _PLACES = (
@@ -44,7 +44,9 @@ def guard(client: Client) -> None:
     if not _guarded:
         for module, name in _PLACES:
             _guarded[module, name] = _guard(getattr(module, name))
-            setattr(module, name, _guarded[module, name])
+        _guarded[nn.Module, "zero_grad"] = _guard_zeroing(nn.Module.zero_grad)
+        for (module, name), guarded in _guarded.items():
+            setattr(module, name, guarded)
 
 
 def release(client: Client) -> None:
@@ -68,8 +70,7 @@ def _guard(helper: Callable) -> Callable:
     def guarded(parameters, *args, **kwargs):
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for p in parameters:
-            name = next((name for client in _clients if (name := client.name_without_grad(p)) is not None), None)
-            if name is not None:
+            if (name := _name_without_grad(p)) is not None:
                 raise RuntimeError(
                     f"{name}: torch.nn.utils clips .grad, and the gradient of this weight, which has none, would be "
                     "left out; clip with attach(clip_grad_norm=...), or with optimizer.clip_grad_norm_() where updates "
@@ -78,3 +79,21 @@ def _guard(helper: Callable) -> Callable:
         return helper(parameters, *args, **kwargs)
 
     return guarded
+
+
+def _guard_zeroing(zero_grad: Callable) -> Callable:
+    @functools.wraps(zero_grad)
+    def guarded(module: nn.Module, *args, **kwargs):
+        for p in module.parameters():
+            if (name := _name_without_grad(p)) is not None:
+                raise RuntimeError(
+                    f"{name}: a module's zero_grad() drops .grad, and the gradient of this weight, which has none, "
+                    "would be stepped all the same; discard a window with optimizer.zero_grad(), or end it with step()"
+                )
+        return zero_grad(module, *args, **kwargs)
+
+    return guarded
+
+
+def _name_without_grad(p: Tensor) -> str | None:
+    return next((name for client in _clients if (name := client.name_without_grad(p)) is not None), None)
