@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -120,22 +122,22 @@ _SCHEDULE_KEYS = {
 }
 
 
-def load_schedule(scheduler: OptimizerParamScheduler, saved: dict, groups: list[dict]) -> None:
-    """Continue ``saved``; ``groups`` are the optimizer's, into which its checkpoint has put the schedule's ends too.
-
-    Raises:
-        RecipeError: the recipe's schedule is another one, and checkpoint.override_schedule is off.
-    """
+def expect_schedule(scheduler: OptimizerParamScheduler, saved: dict) -> None:
+    """Raises ``RecipeError`` where the recipe's schedule is not the ``saved`` one and may not override it."""
+    if scheduler.override_opt_param_scheduler:
+        return
     ours = scheduler.state_dict()
+    for name, key in _SCHEDULE_KEYS.items():
+        if ours[name] != saved[name]:
+            raise RecipeError(
+                key,
+                f"{ours[name]} here, {saved[name]} in the checkpoint: give the checkpoint's "
+                "value, or checkpoint.override_schedule=true to go on with the recipe's",
+            )
+
+
+def override_ends(scheduler: OptimizerParamScheduler, groups: Iterable[dict]) -> None:
+    """Where the recipe's schedule overrides the checkpoint's: its ends, which Megatron reads of each group first."""
     if scheduler.override_opt_param_scheduler:
         for group in groups:
             group.update(max_lr=scheduler.max_lr, min_lr=scheduler.min_lr)
-    else:
-        for name, key in _SCHEDULE_KEYS.items():
-            if ours[name] != saved[name]:
-                raise RecipeError(
-                    key,
-                    f"{ours[name]} here, {saved[name]} in the checkpoint: give the checkpoint's "
-                    "value, or checkpoint.override_schedule=true to go on with the recipe's",
-                )
-    scheduler.load_state_dict(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from launch import checkpoint
 from launch.config import Recipe, RecipeError
-from launch.optim import load_schedule
+from launch.optim import expect_schedule, override_ends
 
 # What Megatron's own optimizer would begin from, where a 16-bit weight has no master: the weight itself once more.
 _COPIES = "optimizer.state.fp32_param."
@@ -93,6 +94,15 @@ def sharded_state(recipe, chunks, optimizer, scheduler, progress: Progress, load
     }
 
 
+def _param_groups(saved: dict) -> Iterator[dict]:
+    """All of a checkpoint's optimizer or optimizers, at whatever depth Megatron keeps them."""
+    for key, value in saved.items():
+        if key == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _param_groups(value)
+
+
 def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note) -> Progress:
     """Load a checkpoint into a run that was just built.
 
@@ -110,10 +120,14 @@ def restore(recipe: Recipe, folder: Path, chunks, optimizer, scheduler, on_note)
     if not same_ranks:
         del state["rng"]
     loaded = checkpoint.load(folder, state, optional=(_COPIES,) if same_ranks else (_COPIES, "rng"))
+    expect_schedule(scheduler, loaded["scheduler"])
+    # megatron-core 0.19 finds a saved group by its ends, among others; 0.16 takes them over from it.
+    override_ends(scheduler, _param_groups(loaded["optimizer"]))
     for i, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model"][f"chunk{i}"])
     optimizer.load_state_dict(loaded["optimizer"])
-    load_schedule(scheduler, loaded["scheduler"], optimizer.param_groups)
+    override_ends(scheduler, optimizer.param_groups)
+    scheduler.load_state_dict(loaded["scheduler"])
     if same_ranks:
         _set_rng_state(loaded["rng"])
     else:
