@@ -173,6 +173,9 @@ class Parameters:
 
     def refresh_projections(self, params: Iterable[Tensor]) -> bool:
         """Whether the next update of one of ``params`` refreshes a projection."""
+        if not any(rule.regime == "projected" for rule in self._rules):
+            # Asked before every replay of a captured step.
+            return False
         slots = (self.slots[p] for p in params if p.dim() == 2 and self._rule(p).regime == "projected")
         return any(slot.rule.stages.projection.is_due(int(slot.step)) for slot in slots)
 

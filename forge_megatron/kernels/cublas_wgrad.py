@@ -19,10 +19,10 @@ from torch import Tensor
 from ..formats.code import as_bytes
 from .blocks import of_rows, step_by_rows
 from .norms import add_up
-from .prepared import prepare
 from .slot import Segment, Slot
 from .triton_epilogue import by_blocks, step_coordinates
 from .triton_language import compiled_codes, compiled_update, load_scalars
+from .triton_launch import launched
 from .triton_noise import block_bits, flat_bits
 
 #: Bytes of a scratch, where a weight is more than twice as large: a language model's head. A multiple of so many rows.
@@ -175,7 +175,7 @@ class _DenseStep:
         programs = triton.cdiv(slot.weight.numel(), BLOCK)
         if slot.is_scaled:
             programs = triton.cdiv(slot.blocks, BLOCK // 64)
-        self.grid = (programs, 1, 1)
+        self.grid = (programs, 1)
         self.partials = None
         if slot.norm_sq is not None:
             self.partials = torch.empty(programs, dtype=torch.float32, device=slot.weight.device)
@@ -212,11 +212,6 @@ class _DenseStep:
             "WHOLE": slot.weight.shape[-1] % 64 == 0,
             "BLOCK": BLOCK,
         }
-        compiled = dense_step_kernel[self.grid](**arguments, num_warps=NUM_WARPS)
-        if compiled is None:
-            # The interpreter has compiled nothing.
-            return
         changing = [name for name in ("gradient", "multiplier") if arguments[name] is not None]
         changing += ["weight"] if slot.rule.on_scratch else []
-        names = list(arguments)
-        self.prepared = prepare(compiled, self.grid, list(arguments.values()), list(map(names.index, changing)))
+        self.prepared = launched(dense_step_kernel, self.grid, (), {**arguments, "num_warps": NUM_WARPS}, changing)

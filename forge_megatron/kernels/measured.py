@@ -165,7 +165,7 @@ def _parts(slot: Slot, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def applied(slot: Slot) -> Slot:
-    """The slot of the rule's last stage; kept by ``slot``."""
+    """The slot of the rule's last stage; kept by ``slot``, for its launches remember much."""
     stages = slot.rule.stages
     known = slot.memo.get("applied")
     if known is None or known.rule is not stages.apply:

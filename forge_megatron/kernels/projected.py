@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from . import fused
 from .backend import WGRAD_ONLY
 from .bf16_parts import in_bf16
 from .lookups import Lookups, is_lookup
+from .measured import applied
 from .slot import Segment, Slot
 
 #: Columns beyond the rank, and power iterations, of the range finder (Halko et al., arXiv:0909.4061, algorithm 4.4).
@@ -179,18 +180,13 @@ def multiplies_in_bf16(device: torch.device) -> bool:
 
 
 def _applied(slot: Slot, *, measures: bool) -> Slot:
-    """What takes the direction in the gradient's place; kept by ``slot``, for its launches remember much.
+    """What takes the direction in the gradient's place.
 
     Args:
         measures: the launch forms G itself, and its norm with it.
     """
-    known = slot.memo.get("applied")
-    stage = slot.rule.stages.apply
-    if known is None:
-        scalars = slot.scalars[slot.rule.n_scalars - stage.n_scalars :]
-        known = replace(slot, rule=stage, states=(), statistics=(), scalars=scalars, update_norm_sq=None)
-        slot.memo["applied"] = known
-    known.rule, known.norm_sq = stage, slot.norm_sq if measures else None
+    known = applied(slot)
+    known.norm_sq = slot.norm_sq if measures else None
     return known
 
 
