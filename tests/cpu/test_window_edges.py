@@ -1,6 +1,7 @@
 """What is called twice, at an odd moment, or on the module instead of the optimizer: as torch, or an error."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -182,21 +183,27 @@ def test_waiting_has_torchs_order_of_a_forward_before_step():
         assert_equal(net, other)
 
 
+@contextmanager
+def interrupted_behind(kernel, monkeypatch):
+    """Inside, an interrupt comes when a kernel has been launched."""
+    launch = getattr(kernels, kernel)
+
+    def interrupted(*args, **kwargs):
+        launch(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, kernel, interrupted)
+        yield
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_interrupt_at_the_first_weight_of_a_step_is_no_window_to_discard(monkeypatch, bias):
     model = build(bias=bias)
     optimizer = forge.attach(model, "sgd", lr=0.1, skip="atomic")
     backward(model, 0)
-    steps = kernels.wgrad_steps
-
-    def interrupted(*args, **kwargs):
-        steps(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kernels, "wgrad_steps", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
+    with pytest.raises(KeyboardInterrupt), interrupted_behind("wgrad_steps", monkeypatch):
+        optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
         backward(model, 1)
@@ -205,16 +212,8 @@ def test_an_interrupt_at_the_first_weight_of_a_step_is_no_window_to_discard(monk
 def test_an_interrupt_behind_the_kernel_of_an_update_in_backward(monkeypatch):
     model = build()
     optimizer = forge.attach(model, "sgd", lr=0.1)
-    step = kernels.wgrad_step
-
-    def interrupted(*args, **kwargs):
-        step(*args, **kwargs)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kernels, "wgrad_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            backward(model, 0)
+    with pytest.raises(KeyboardInterrupt), interrupted_behind("wgrad_step", monkeypatch):
+        backward(model, 0)
     assert not optimizer.rollback()
     with pytest.raises(RuntimeError, match="had updated 1 of 2 weights"):
         optimizer.step()

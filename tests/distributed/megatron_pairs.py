@@ -22,6 +22,16 @@ def expect_equal(pairs: list[dict], names: list[str]) -> None:
                 torch.testing.assert_close(ours["weights"][weight], value, rtol=0, atol=5e-5)
 
 
+def expect_equal_experts(pairs: list[dict]) -> None:
+    """Of four ranks' runs, those of layouts where two ranks have the same experts: replicas, bit for bit."""
+    for name in pairs[0]:
+        if name.startswith("experts over"):
+            for expert in (0, 1):
+                one, other = (pairs[rank][name][1]["weights"] for rank in (expert, expert + 2))
+                for weight, value in one.items():
+                    assert torch.equal(value, other[weight]), (name, weight)
+
+
 def expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
     """Replicas; their own losses differ, as their batches do."""
     for name in names:

@@ -9,8 +9,10 @@ from functools import partial
 import pytest
 import torch
 from megatron_harness import Case, Run, layout, run
-from megatron_pairs import expect_equal
+from megatron_pairs import expect_equal, expect_equal_experts
 from test_megatron_experts import BIASED, MODEL, STARVED, _over, _starve
+
+from gates import ep1
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,15 +42,8 @@ def grouped(case: Case) -> Case:
 
 def by_expert(weights: dict) -> dict:
     """Those of experts in one tensor, by the names of SequentialMLP's."""
-    found = {}
-    for name, value in weights.items():
-        numbers = re.search(r"\.(\d+)-\d+\.", name)
-        if numbers is None:
-            found[name] = value
-            continue
-        for number, expert in enumerate(value, int(numbers[1])):
-            found[name.replace(numbers[0], f".local_experts.{number}.")] = expert
-    return found
+    each = (ep1.by_expert(name, [value]) for name, value in weights.items())
+    return {name: value for found in each for name, (value,) in found.items()}
 
 
 def both(name: str, case: Case) -> tuple[dict, dict]:
@@ -80,12 +75,7 @@ def in_layouts() -> dict:
 def test_every_layout_of_four_ranks_trains_alike():
     pairs = run(4, in_layouts)
     expect_equal(pairs, list(pairs[0]))
-    for name in pairs[0]:
-        if name.startswith("experts over"):
-            for expert in (0, 1):
-                one, other = (pairs[rank][name][1]["weights"] for rank in (expert, expert + 2))
-                for weight, value in one.items():
-                    assert torch.equal(value, other[weight]), (name, weight)
+    expect_equal_experts(pairs)
 
 
 def refusals() -> dict[str, str]:
