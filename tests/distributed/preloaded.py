@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import queue
 import warnings
 
 MODULES = [
@@ -11,8 +12,16 @@ MODULES = [
     "forge_megatron.kernels",
 ]
 MEGATRON = ["launch.train", "forge_megatron.megatron.build", "megatron.core.models.gpt.gpt_layer_specs"]
+WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    for name in MODULES + (MEGATRON if importlib.util.find_spec("megatron") else []):
+    for name in MODULES:
         importlib.import_module(name)
+    if importlib.util.find_spec("megatron"):
+        for name in MEGATRON:
+            importlib.import_module(name)
+        # Where Megatron's writer leaves its results: else the first save of each rank starts a process for it that
+        # imports torch anew. Writer and reader are one process unless the save is asynchronous, which no test's is;
+        # the ranks that torchrun starts (test_trainer_stop.py) keep Megatron's own.
+        importlib.import_module(WRITER)._results_queue = queue.Queue()
