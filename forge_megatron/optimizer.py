@@ -48,6 +48,8 @@ class ForgeOptimizer(Capturing):
         rule: a rule's name.
         recipe: names ``state_format`` and ``weight_store``, which may be given instead; a group may have its own.
         accumulation_steps: micro-batches a step; None: any number.
+        accumulation_dtype: of a 16-bit parameter's sum of micro-batches: ``torch.float32``, or ``torch.bfloat16``,
+            which takes half of the memory and is rounded with every micro-batch.
         clip_grad_norm: largest gradient norm; every weight then waits for ``step()``.
         clip: which norm: the ``"global"`` one of all parameters, or each ``"weight"``'s own.
         waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
@@ -84,6 +86,7 @@ class ForgeOptimizer(Capturing):
         state_format: str | None = None,
         weight_store: str | None = None,
         accumulation_steps: int | None = 1,
+        accumulation_dtype: torch.dtype = torch.float32,
         clip_grad_norm: float | None = None,
         clip: str = "global",
         waiting: bool = False,
@@ -103,6 +106,7 @@ class ForgeOptimizer(Capturing):
         self._formats = {"recipe": recipe, "state_format": state_format, "weight_store": weight_store}
         self._plan = plan(
             accumulation_steps=accumulation_steps,
+            accumulation_dtype=accumulation_dtype,
             clip_grad_norm=clip_grad_norm,
             clip=clip,
             waiting=waiting,
@@ -121,13 +125,14 @@ class ForgeOptimizer(Capturing):
         self.reduce_norm_sq: Callable[[Tensor], Tensor] = partial(torch.sum, dtype=torch.float64)
         self._parameters: Parameters | None = None
         self.fused_modules: list[nn.Module] = []
-        self._gradients = OrdinaryGradients(accumulate=self._plan.micro_batches != 1)
+        in_fp32 = accumulation_dtype is torch.float32
+        self._gradients = OrdinaryGradients(accumulate=self._plan.micro_batches != 1 and in_fp32)
         self._watching = False
         # What torch's zero_grad(set_to_none=False) would have left a .grad of zeros.
         self._had_gradient: set[Tensor] = set()
         self._zeroed: set[Tensor] = set()
         self._sums = across_ranks(self._plan, backend, self)
-        now, later = self._sums or FusedStep(backend, gradient_scale), SumFactors(backend)
+        now, later = self._sums or FusedStep(backend, gradient_scale), SumFactors(backend, accumulation_dtype)
         waits, micro_batches = self._plan.waits, self._plan.micro_batches
         self._ledger = Ledger(now, later, waits=waits, micro_batches=micro_batches, client=self)
         self._shards = FullySharded(shards, waits=waits, micro_batches=micro_batches, backend=backend, client=self)

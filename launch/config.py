@@ -96,6 +96,7 @@ class Optimizer:
     recipe: str | None = None  # state format and weight store, see forge_megatron.formats
     backend: str = "auto"
     update: str = "auto"  # in backward unless something must wait; or backward, step
+    accumulation_dtype: str = "fp32"  # of a 16-bit weight's sum of micro-batches with forge; or bf16
     fused_head: bool = False  # head and loss in one with forge: the logits never exist whole
     lr: float = MISSING
     min_lr: float = 0.0

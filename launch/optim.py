@@ -72,6 +72,7 @@ def wrap_and_optimize(
             update=o.update,
             backend=o.backend,
             seed=recipe.run.seed,
+            accumulation_dtype=DTYPES[o.accumulation_dtype],
         ),
         num_microbatches=recipe.micro_batches,
         use_gloo_process_groups=False,

@@ -20,6 +20,7 @@ _CHOICES = {
     "model.normalization": ("RMSNorm", "LayerNorm"),
     "model.activation": ("swiglu", "gelu"),
     "model.dtype": ("fp32", "bf16"),
+    "optimizer.accumulation_dtype": ("fp32", "bf16"),
     "model.recompute": ("none", "selective", "full"),
     "model.transformer_engine": ("auto", "always", "never"),
     "parallel.context_comm": ("all_gather", "a2a", "p2p"),

@@ -23,8 +23,8 @@ class OrdinaryGradients:
         reduced_elsewhere: those whose ``.grad`` a wrapper writes when backward ends.
 
     Args:
-        accumulate: several backwards add to one ``.grad``; it is fp32 then, as an owned weight's sum is: in bf16 a sum
-            of 256 and 1 is 256.
+        accumulate: several backwards add to one ``.grad`` in fp32, as an owned weight's sum is: in bf16 a sum of 256
+            and 1 is 256.
     """
 
     def __init__(self, *, accumulate: bool = False):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from numbers import Real
 
+import torch
 import torch.distributed as dist
 
 from forge_megatron.coordinator.bucket import Buckets
@@ -25,6 +26,7 @@ class Plan:
         process_group: the ranks that each hold a part of every gradient; None: each is complete here.
         sharding: "none", or "states": each rank holds a part of them.
         buckets: in which gradients are summed over the group.
+        accumulation_dtype: of the sum of micro-batches of a 16-bit parameter.
     """
 
     waits: bool
@@ -36,6 +38,7 @@ class Plan:
     process_group: dist.ProcessGroup | None = None
     sharding: str = "none"
     buckets: Buckets = field(default_factory=Buckets)
+    accumulation_dtype: torch.dtype = torch.float32
 
 
 def plan(
@@ -50,6 +53,7 @@ def plan(
     sharding: str = "none",
     buckets: Buckets | None = None,
     sharded: bool = False,
+    accumulation_dtype: torch.dtype = torch.float32,
 ) -> Plan:
     """Checks the options of :func:`forge_megatron.attach` that decide when a weight is stepped.
 
@@ -66,6 +70,8 @@ def plan(
             states; ``"full"``: as ``fully_shard`` has sharded them.
         buckets: how gradients are summed over the group.
         sharded: the weights are already sharded by ``fully_shard``.
+        accumulation_dtype: ``torch.float32``, or ``torch.bfloat16``: half of the memory of a sum, rounded with every
+            micro-batch, as the ``.grad`` of a bf16 parameter is.
 
     Raises:
         ValueError: a value that has no meaning.
@@ -89,6 +95,7 @@ def plan(
         isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
     ):
         raise ValueError(f"accumulation_steps={accumulation_steps!r}; give a whole number of at least 1")
+    _check_sums(accumulation_dtype, sharded)
     limit = _limit(clip_grad_norm)
     if clip not in ("global", "weight"):
         raise ValueError(f"clip={clip!r} is unknown; use 'global' or 'weight'")
@@ -97,7 +104,7 @@ def plan(
     atomic = skip == "atomic"
     waits = waiting or atomic or limit is not None or accumulation_steps != 1
     ranks = process_group, sharding, buckets or Buckets()
-    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale, *ranks)
+    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale, *ranks, accumulation_dtype)
 
 
 def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:
@@ -115,6 +122,16 @@ def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:
         )
     if buckets is not None and not isinstance(buckets, Buckets):
         raise TypeError(f"buckets={buckets!r}; give a forge_megatron.Buckets")
+
+
+def _check_sums(dtype, sharded: bool) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"accumulation_dtype={dtype!r}; give torch.float32 or torch.bfloat16")
+    if dtype is torch.bfloat16 and sharded:
+        raise ValueError(
+            "accumulation_dtype=torch.bfloat16 with weights that fully_shard has sharded, whose sums are in the "
+            "dtype of its MixedPrecisionPolicy(reduce_dtype=...); set it there"
+        )
 
 
 def _limit(value) -> float | None:

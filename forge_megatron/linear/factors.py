@@ -2,9 +2,9 @@
 
 DESIGN section 4: when ``T (I + O) < I O`` keeping the factors is cheaper than keeping the gradient;
 several uses, or several micro-batches, are one longer token axis. Where the factors of a whole window would
-outgrow an fp32 gradient they are summed up in one accumulator, each pair in the backward that brings it, so that
-nothing is kept beside it: a waiting weight holds its factors or one fp32 gradient, whichever is smaller. What several
-weights keep, such as the X of queries, keys and values, takes its memory once, and counts in equal parts.
+outgrow a gradient in fp32, or in bf16 on request, they are summed up in one accumulator, each pair in the backward
+that brings it, so that nothing is kept beside it: a waiting weight holds its factors or one sum, whichever is smaller.
+What several weights keep, such as the X of queries, keys and values, takes its memory once, and counts in equal parts.
 
 A window is as long as ``accumulation_steps`` says, or as the one before. Its first micro-batch decides, when its
 backward has ended and activations are gone. In a longer window, or one whose later micro-batches have more tokens, a
@@ -96,16 +96,21 @@ def _own(tensor: Tensor, borrowed: bool) -> Tensor:
 class Factors:
     """The pending gradient of one weight ``[O, I]``: kept pairs and, if they grow too large, an accumulator.
 
+    Args:
+        weight: the parameter.
+        dtype: the accumulator's, of a 16-bit weight; another's is fp32.
+
     Attributes:
         kept: the pairs.
-        accumulator: fp32 ``[O, I]``, what was folded; None: nothing was.
+        accumulator: ``[O, I]``, what was folded; None: nothing was.
         folded_tasks: the graph tasks that are in the accumulator.
         waited_as: what the last gradient that waited was kept as, "factors" or "accumulator"; "": none did.
         most_bytes: the most that it has taken so far.
     """
 
-    def __init__(self, weight: Tensor):
-        self._fp32_bytes = 4 * weight.numel()
+    def __init__(self, weight: Tensor, dtype: torch.dtype = torch.float32):
+        self._dtype = dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        self._sum_bytes = self._dtype.itemsize * weight.numel()
         self._shape = weight.shape
         self.kept: list[Kept] = []
         self.accumulator: Tensor | None = None
@@ -122,7 +127,7 @@ class Factors:
         return [pair.segment for pair in self.kept]
 
     def nbytes(self) -> int:
-        return self._kept_bytes() + (0 if self.accumulator is None else self._fp32_bytes)
+        return self._kept_bytes() + (0 if self.accumulator is None else self._sum_bytes)
 
     def _kept_bytes(self) -> int:
         return sum(pair.nbytes for pair in self.kept)
@@ -147,17 +152,17 @@ class Factors:
         self.most_bytes = max(self.most_bytes, self.nbytes())
 
     def outgrown_by(self, dy: Tensor | FormedRows | GroupedRows, x: Tensor) -> bool:
-        """An fp32 sum takes less than the pairs with this one, or is there already."""
+        """A sum takes less than the pairs with this one, or is there already."""
         new = _nbytes(dy) + _nbytes(x)
-        return self.accumulator is not None or self._kept_bytes() + new > self._fp32_bytes
+        return self.accumulator is not None or self._kept_bytes() + new > self._sum_bytes
 
     def will_outgrow(self, micro_batch: int, coming: int) -> bool:
-        """An fp32 sum takes less than the pairs with those of ``coming`` micro-batches like the one that has ended."""
+        """A sum takes less than the pairs with those of ``coming`` micro-batches like the one that has ended."""
         last = sum(pair.nbytes for pair in self.kept if pair.micro_batch == micro_batch)
-        return self._kept_bytes() + coming * last > self._fp32_bytes
+        return self._kept_bytes() + coming * last > self._sum_bytes
 
     def fold(self, write: Callable[..., None], new: Sequence[Segment] = (), task: int | None = None) -> None:
-        """Replaces the pairs by their sum in an fp32 ``[O, I]`` accumulator, or adds to it.
+        """Replaces the pairs by their sum in an ``[O, I]`` accumulator, or adds to it; rounded once.
 
         Args:
             write: ``write(segments, out, accumulator=)``, which writes ``Σ dYᵀ X``, with ``accumulator`` added.
@@ -165,9 +170,9 @@ class Factors:
         """
         total = self.accumulator
         if total is None:
-            total = torch.empty(self._shape, dtype=torch.float32, device=(*self.segments, *new)[0][1].device)
+            total = torch.empty(self._shape, dtype=self._dtype, device=(*self.segments, *new)[0][1].device)
         write([*self.segments, *new], total, accumulator=self.accumulator)
-        self.most_bytes = max(self.most_bytes, self._kept_bytes() + self._fp32_bytes)
+        self.most_bytes = max(self.most_bytes, self._kept_bytes() + self._sum_bytes)
         self.accumulator = total
         self.waited_as = "accumulator"
         self.folded_tasks.update(pair.task for pair in self.kept)

@@ -123,7 +123,7 @@ class OwnedWeight:
             raise ValueError(f"{name}: another ForgeOptimizer already steps this weight; call its detach() first")
         self.weight = weight
         self.name = name
-        self.factors = Factors(weight)
+        self.factors = Factors(weight, ledger.later.dtype)
         self.slot: Slot | None = None
         self.step: Tensor | None = None
         self._ledger = weakref.ref(ledger)

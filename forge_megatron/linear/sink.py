@@ -26,7 +26,13 @@ class Sink(Protocol):
 
 
 class Later(Protocol):
-    """The sink of factors that take more than their sum: what waits for other uses, or for ``step()``."""
+    """The sink of factors that take more than their sum: what waits for other uses, or for ``step()``.
+
+    Attributes:
+        dtype: of the sum of a 16-bit weight; another's is fp32.
+    """
+
+    dtype: torch.dtype
 
     def __call__(self, owned: OwnedWeight, segments: Sequence[Segment] = (), task: int | None = None) -> None:
         """Sums up what ``owned.factors`` keeps, and ``segments``, which the graph task ``task`` brought."""

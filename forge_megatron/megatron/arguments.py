@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+import torch
+
 from forge_megatron.formats import RECIPES
 from forge_megatron.kernels.backend import BACKENDS
 from forge_megatron.rules import available
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
@@ -51,6 +55,13 @@ def add_forge_args(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="output layer and loss in one, by blocks of the vocabulary: the logits never exist whole",
     )
+    group.add_argument(
+        "--forge-accumulation-dtype",
+        choices=sorted(_DTYPES),
+        default="fp32",
+        help="of a 16-bit weight's sum of micro-batches, where that takes less than their factors; bf16 takes half "
+        "of the memory and is rounded with every micro-batch",
+    )
     group.add_argument("--forge-seed", type=int, default=0, help="of stochastic rounding (sr-store)")
     return parser
 
@@ -67,4 +78,5 @@ def options_from_args(args: Namespace):
         update=args.forge_update,
         backend=args.forge_backend,
         seed=args.forge_seed,
+        accumulation_dtype=_DTYPES[args.forge_accumulation_dtype],
     )

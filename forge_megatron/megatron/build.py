@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig
@@ -51,6 +52,8 @@ class ForgeOptions:
         update: ``"backward"``, ``"step"`` (wait), or ``"auto"``: in backward unless a switch waits.
         backend: ``"auto"``, or one of :data:`~forge_megatron.kernels.backend.BACKENDS` by name.
         seed: of stochastic rounding; the same on every rank.
+        accumulation_dtype: of a 16-bit weight's sum of micro-batches, where it takes less than their factors: fp32, or
+            bf16, as Megatron's own are without ``grad_reduce_in_fp32``.
     """
 
     rule: str | None = None
@@ -59,6 +62,7 @@ class ForgeOptions:
     update: str = "auto"
     backend: str = "auto"
     seed: int = 0
+    accumulation_dtype: torch.dtype = torch.float32
 
     def __post_init__(self):
         if self.update not in _UPDATES:
@@ -250,6 +254,7 @@ def _forge(
         wholes=places,
         waiting=waits,
         accumulation_steps=None if waits else 1,
+        accumulation_dtype=options.accumulation_dtype,
         gradient_scale=domains.scale(facts),
         buckets=buckets,
         sharding=domain.sharding(facts),

@@ -72,6 +72,7 @@ def _arm(against: str, changes: dict | None = None, forge: bool = True, **how) -
 _MASTER = {"optimizer.recipe": "fp32-master"}
 #: Megatron's distributed optimizer keeps fp32 masters of bf16 weights whatever is asked.
 _ZERO = {**_MASTER, "parallel.distributed_optimizer": True}
+_SUMS = {"optimizer.accumulation_dtype": "bf16"}
 _INT8, _HEAD = {"optimizer.recipe": "int8"}, {"optimizer.fused_head": True}
 
 ARMS: dict[str, Arm] = {
@@ -81,6 +82,7 @@ ARMS: dict[str, Arm] = {
     "megatron": _arm("megatron", forge=False),
     "megatron-forge": _arm("megatron"),
     "megatron-forge-head": _arm("megatron", _HEAD),
+    "megatron-forge-bf16-sums": _arm("megatron", _SUMS),
     "megatron-forge-int8": _arm("megatron", _INT8, bound=None),
     "megatron-master": _arm("megatron-master", _MASTER, forge=False),
     "megatron-forge-master": _arm("megatron-master", _MASTER),

@@ -1,5 +1,6 @@
 """Exact accumulation: the sum over a window, in fp32, however many micro-batches it has."""
 
+import copy
 import gc
 
 import pytest
@@ -214,6 +215,52 @@ def test_a_view_of_a_large_buffer_does_not_keep_it_alive(backend):
     assert kept == [2 * 8 * 4]
 
 
+@backends
+@pytest.mark.parametrize(("dtype", "total"), [(torch.float32, 258.0), (torch.bfloat16, 256.0)])
+def test_a_sum_in_bf16_is_rounded_with_every_micro_batch(backend, dtype, total):
+    # In bf16 256 + 1 is 256; the bias, whose .grad autograd writes, is summed alike.
+    linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+    with torch.no_grad():
+        linear.weight.zero_()
+        linear.bias.zero_()
+    optimizer = forge.attach(
+        linear, "sgd", lr=1.0, momentum=0.0, accumulation_steps=3, accumulation_dtype=dtype, backend=backend
+    )
+    x = torch.zeros(16, 8, dtype=torch.bfloat16)
+    x[0] = 1.0
+    for value in (256.0, 1.0, 1.0):
+        linear(x)[0].mul(value).sum().backward()
+    optimizer.step()
+    assert optimizer.coverage.rows[0].waits_as == "accumulator"
+    assert linear.weight.eq(-total).all()
+    assert linear.bias.eq(-total).all()
+
+
+def test_a_sum_in_bf16_takes_half_of_the_memory_and_is_clipped_alike():
+    for weight_dtype, dtype, size in (
+        (torch.bfloat16, torch.bfloat16, 2),
+        (torch.bfloat16, torch.float32, 4),
+        (torch.float32, torch.bfloat16, 4),
+    ):
+        torch.manual_seed(0)
+        linear = nn.Linear(32, 16, bias=False, dtype=weight_dtype)
+        twin = copy.deepcopy(linear)
+        options = {"lr": 0.5, "momentum": 0.0, "clip_grad_norm": 1.0}
+        optimizer = forge.attach(linear, "sgd", accumulation_steps=4, accumulation_dtype=dtype, **options)
+        for micro in range(4):
+            x = batch(64, 32, seed=micro).to(weight_dtype)
+            linear(x).float().square().sum().backward()
+            twin(x).float().square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        with torch.no_grad():
+            twin.weight -= 0.5 * twin.weight.grad
+        optimizer.step()
+        assert optimizer.coverage.rows[0].waiting_bytes == size * linear.weight.numel()
+        # Four sums on either side, each half a unit of bf16 off.
+        bound = 0.5 * 2 * 4 * 2**-9 * twin.weight.grad.abs().max().item()
+        torch.testing.assert_close(linear.weight, twin.weight, rtol=2**-7, atol=bound)
+
+
 class TestDiscardingAWindow:  # field log row 26
     @backends
     @pytest.mark.parametrize("set_to_none", [True, False])
@@ -302,3 +349,9 @@ def test_state_is_not_saved_in_the_middle_of_a_window():
 def test_a_number_of_micro_batches_without_a_meaning_is_refused(value):
     with pytest.raises(ValueError, match="accumulation_steps="):
         forge.attach(mlp(6, 4), lr=1e-2, accumulation_steps=value)
+
+
+@pytest.mark.parametrize("value", [torch.float16, torch.float64, "bf16", None])
+def test_a_dtype_of_the_sum_that_no_kernel_writes_is_refused(value):
+    with pytest.raises(ValueError, match="accumulation_dtype="):
+        forge.attach(mlp(6, 4), lr=1e-2, accumulation_steps=2, accumulation_dtype=value)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).with_name("megatron_pretrain.py")
 ROOT = SCRIPT.parents[2]
@@ -122,7 +123,7 @@ def test_a_switch_that_is_not_built_is_refused_by_name(tmp_path):
 def test_the_arguments_are_megatrons_to_parse():
     from argparse import ArgumentParser
 
-    from forge_megatron.megatron.arguments import add_forge_args
+    from forge_megatron.megatron.arguments import add_forge_args, options_from_args
 
     parser = add_forge_args(ArgumentParser())
     assert not parser.parse_args([]).use_forge
@@ -134,5 +135,8 @@ def test_the_arguments_are_megatrons_to_parse():
         "auto",
     )
     assert parser.parse_args(["--forge-backend", "hopper"]).forge_backend == "hopper"
+    sums = parser.parse_args(["--forge-accumulation-dtype", "bf16"])
+    assert options_from_args(args).accumulation_dtype is torch.float32
+    assert options_from_args(sums).accumulation_dtype is torch.bfloat16
     with pytest.raises(SystemExit):
         parser.parse_args(["--forge-update", "later"])
