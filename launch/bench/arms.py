@@ -64,6 +64,7 @@ def _single() -> dict[str, Arm]:
         "forge-int8": Arm(_forge(state_format="int8"), bound=None),
         "forge-int8-captured": Arm(_forge(state_format="int8"), bound=None, captured=True),
         "forge-fp8": Arm(_forge(state_format="fp8"), bound=None),
+        "forge-fp8-captured": Arm(_forge(state_format="fp8"), bound=None, captured=True),
         "adamw-foreach-clip": replace(foreach, **clipped),
         "adamw-fused-clip": replace(fused, **clipped),
         "adamw-fused-clip-captured": _captured(replace(for_capture, **clipped), "adamw-fused-clip-captured"),

@@ -30,6 +30,13 @@ def bitsandbytes_8bit(model: nn.Module, settings: Settings):
     return bitsandbytes.optim.AdamW8bit(model.parameters(), **settings.adamw)
 
 
+def bitsandbytes_lion_8bit(model: nn.Module, settings: Settings):
+    import bitsandbytes
+
+    # Lion's rate and decay beside AdamW's, as the rules' bench has them.
+    return bitsandbytes.optim.Lion8bit(model.parameters(), lr=0.1 * settings.lr, weight_decay=1.0)
+
+
 def torchao_8bit(model: nn.Module, settings: Settings):
     from torchao.optim import AdamW8bit
 
@@ -97,6 +104,14 @@ ARMS: dict[str, Arm] = {
     "optimi": Arm(optimi_release, package="torch-optimi"),
     "flashoptim": Arm(flashoptim_release, package="flashoptim"),
     "bitsandbytes-8bit": Arm(bitsandbytes_8bit, bound=None, package="bitsandbytes"),
+    "bitsandbytes-lion-8bit": Arm(
+        bitsandbytes_lion_8bit,
+        judge="lion-reference",
+        bound=None,
+        stepwise=True,
+        against="lion-stored",
+        package="bitsandbytes",
+    ),
     "torchao-8bit": Arm(torchao_8bit, bound=None, package="torchao"),
     "galore": Arm(galore, bound=None, package="galore-torch"),
     "apollo": Arm(apollo, bound=None, package="apollo-torch"),

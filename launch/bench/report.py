@@ -9,6 +9,8 @@ from rich.table import Table
 from launch.bench.spec import Cell
 
 GIB = 2**30
+#: Of the owned weights' bytes: what two allocators may differ by in scratch and cuBLAS's workspaces.
+SCRATCH = 0.01
 BAD = ("failed", "refused", "left_out", "out_of_memory")
 
 
@@ -73,6 +75,32 @@ def end_of_backward(cell: dict) -> int | None:
     return next((held for what, held in cell["timeline"] if what == "end of backward"), None)
 
 
+def removed(row: dict[str, dict], arm: str) -> tuple[int, int, bool] | None:
+    """The bytes that the arm's reference has at the end of backward and the arm has not, beside its owned weights'.
+
+    Weights and states aside; None where nothing is owned or the reference has no number.
+
+    Returns:
+        by the allocator; ``owned_weight_bytes``; whether they are the same within ``SCRATCH`` and the live gradients of
+        the two differ by exactly that.
+    """
+    cell, base = row[arm], reference_of(row, arm)
+    if not cell.get("owned_weight_bytes") or base in ({}, cell) or None in map(end_of_backward, (base, cell)):
+        return None
+    beside = [end_of_backward(one) - one["pools"]["weights"] - one["pools"]["states"] for one in (base, cell)]
+    live, owned = beside[0] - beside[1], cell["owned_weight_bytes"]
+    same = base["pools"]["gradients"] - cell["pools"]["gradients"] == owned
+    return live, owned, same and abs(live - owned) <= SCRATCH * owned
+
+
+def _removed(row: dict[str, dict], arm: str) -> str:
+    found = removed(row, arm)
+    if found is None:
+        return ""
+    live, owned, same = found
+    return f"{live / GIB:.2f} {'=' if same else '≠'} {owned / GIB:.2f}"
+
+
 def peak(cell: dict) -> str:
     """GiB, of the rank with the least and of the rank with the most where they differ."""
     least, most = (f"{cell[of] / GIB:.2f}" for of in ("least_peak_bytes", "peak_bytes"))
@@ -85,10 +113,13 @@ def _where(log: dict) -> str:
 
 
 def table(*logs: dict) -> Table:
-    """Every arm of every place of these files, with its ratios to its reference in the same run; peaks are a rank's."""
+    """Every arm of every place of these files, with its ratios to its reference in the same run; peaks are a rank's.
+
+    "removed": what is gone at the end of backward, = or ≠ the bytes of the weights that FORGE owns.
+    """
     where = ", ".join(dict.fromkeys(map(_where, logs)))
     drawn = Table(title=f"{where}; ratios to 'against' in the same run", title_justify="left")
-    for column in ("cell", "arm", "step ms", "×", "peak GiB", "×", "end of backward GiB", "against"):
+    for column in ("cell", "arm", "step ms", "×", "peak GiB", "×", "end of backward GiB", "removed", "against"):
         drawn.add_column(column, justify="left" if column in ("cell", "arm", "against") else "right")
     for place, row in (item for log in logs for item in merged(log).items()):
         for index, (arm, cell) in enumerate(row.items()):
@@ -108,6 +139,7 @@ def table(*logs: dict) -> Table:
                 peak(cell),
                 ratios[1],
                 "" if held is None else f"{held / GIB:.2f}",
+                _removed(row, arm),
                 cell["against"],
             )
         drawn.add_section()

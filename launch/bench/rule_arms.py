@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -149,8 +149,28 @@ def muon_stored(model: nn.Module, settings: Settings):
     return Several(muon, torch.optim.AdamW(rest, **settings.adamw, fused=True))
 
 
+def lion_stored(model: nn.Module, settings: Settings):
+    """The package's Lion as it comes: momentum in the weight's dtype, all parameters at once, gradients in memory."""
+    case = CASES["lion"]
+    from pytorch_optimizer import Lion
+
+    return Lion(model.parameters(), lr=case.rate * settings.lr, foreach=True, **case.both)
+
+
+def _refreshing(name: str) -> Arm:
+    """Every step finds its projections anew: what the one step in 200 takes that does so."""
+    case = CASES[name]
+    case = replace(case, ours={**case.ours, "update_proj_gap": 1})
+    reference = f"{name}-reference"
+    how = {"bound": None, "approximate": True, "stepwise": True}
+    return Arm(partial(_attach, name, case, "fp32"), judge=reference, against=f"forge-{name}", **how)
+
+
 def arms() -> dict[str, Arm]:
-    """``RULE-reference`` and ``forge-RULE`` of each rule; Muon's also with the momentum in the weight's dtype."""
+    """``RULE-reference`` and ``forge-RULE`` of each rule.
+
+    Muon's and Lion's also with the momentum in the weight's dtype, Lion's with it in 8 bits.
+    """
     made: dict[str, Arm] = {}
     for name, case in CASES.items():
         reference = f"{name}-reference"
@@ -164,6 +184,14 @@ def arms() -> dict[str, Arm]:
             against=reference,
             captured=True,
         )
+    for name in ("galore", "apollo"):
+        made[f"forge-{name}-refresh"] = _refreshing(name)
+    lion = {"judge": "lion-reference", "stepwise": True, "against": "lion-stored"}
+    made["lion-stored"] = Arm(lion_stored, package=_OPTIM, **lion)
+    made["forge-lion-bf16"] = Arm(partial(_attach, "lion", CASES["lion"], None), captured=True, **lion)
+    for state_format in ("int8", "fp8"):
+        attach = partial(_attach, "lion", CASES["lion"], state_format)
+        made[f"forge-lion-{state_format}"] = Arm(attach, bound=None, captured=True, **lion)
     muon = partial(_attach, "muon", CASES["muon"], None)
     made["muon-stored"] = Arm(muon_stored, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")
     made["muon-fused"] = Arm(muon, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")

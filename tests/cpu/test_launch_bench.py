@@ -10,7 +10,7 @@ import torch
 
 from launch import config
 from launch.bench import __main__ as bench_main
-from launch.bench import arms, cell, figure, parity, processes, references, report, rule_arms, spec
+from launch.bench import arms, cell, figure, model, parity, processes, references, report, rule_arms, shapes, spec
 from launch.bench.arm import PARITY_BOUND, Arm
 
 TINY = ["shapes=[tiny-llama]", "sequence=[16]", "steps=2", "warm_up=1"]
@@ -83,6 +83,23 @@ def test_galores_reference_begins_between_two_refreshes_where_an_svd_takes_hours
 @pytest.mark.parametrize("name", ["lamb", "adafactor", "adalomo", "adam_mini", "lars", "sm3", "nadam", "lion"])
 def test_a_rule_makes_its_references_updates(name):
     assert parity.parity(f"forge-{name}", "llama", "cpu")["distance"] < PARITY_BOUND / 4
+
+
+def test_lion_has_peers_that_step_as_it_does_and_states_of_8_bits_that_are_reported():
+    """The package's, all weights at once, is bounded; a state of 8 bits is another number in each of its blocks."""
+    assert parity.parity("lion-stored", "llama", "cpu")["distance"] < PARITY_BOUND / 4
+    for name in ("forge-lion-int8", "forge-lion-fp8"):
+        checked = parity.parity(name, "llama", "cpu")
+        assert checked["bound"] is None
+        assert PARITY_BOUND / 4 < checked["distance"] < 0.5
+
+
+@pytest.mark.parametrize("name", ["galore", "apollo"])
+def test_an_arm_that_refreshes_does_so_at_every_step_and_is_no_graph(name):
+    arm = arms.get(f"forge-{name}-refresh")
+    optimizer = arm.attach(model.build(shapes.get("tiny-llama"), "cpu"), parity.SETTINGS)
+    gaps = {group["update_proj_gap"] for group in optimizer.param_groups if "rank" in group}
+    assert (gaps, arm.captured, arm.approximate) == ({1}, False, True)
 
 
 def in_other_roundings(attach):
@@ -231,6 +248,17 @@ def test_the_bytes_that_fall_at_the_end_of_backward_are_the_owned_weights(rehear
         assert removed == pytest.approx(owned, rel=0.05)
         assert stored["pools"]["gradients"] - fused["pools"]["gradients"] == owned
         assert fused["pools"]["states"] == pytest.approx(stored["pools"]["states"], rel=0.02)
+        # States aside, it is the gradient pool to the last percent, and the table says so.
+        live, governed, same = report.removed(row, "muon-fused")
+        assert (governed, same) == (owned, True)
+        assert live == pytest.approx(owned, rel=report.SCRATCH)
+        assert report.removed(row, "muon-stored") is None
+        kept = {**fused, "pools": {**fused["pools"], "gradients": 4}}
+        assert not report.removed({**row, "muon-fused": kept}, "muon-fused")[2]
+        late = {**fused, "timeline": [("end of backward", report.end_of_backward(fused) + owned // 50)]}
+        assert not report.removed({**row, "muon-fused": late}, "muon-fused")[2]
+    assert report.table(log).columns[7].header == "removed"
+    assert [" = " in said for said in report.table(log).columns[7].cells] == [False, True] * 2
 
 
 def log(*answers, **of_bench):
