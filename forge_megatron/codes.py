@@ -42,7 +42,8 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
         Whether there are any.
 
     Raises:
-        NotImplementedError: weights that ranks step by rows, or a rule that reads whole matrices; nothing has changed.
+        NotImplementedError: weights that ``fully_shard`` has sharded, or a rule that reads whole matrices; nothing has
+            changed.
     """
     formats = {key: options.get(key) for key in FORMAT_KEYS}
     readers: dict[Tensor, list[nn.Module]] = {}
@@ -54,10 +55,10 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
         for p in group["params"]:
             if resolve_group(p.dtype, group, formats)[1].name != "fp8":
                 continue
-            if options.get("sharding") == "states" or is_sharded(p):
+            if is_sharded(p):
                 raise NotImplementedError(
-                    f"{optimizer.names[p]}: weight_store='fp8' of weights that ranks step by rows (sharding='states', "
-                    "fully_shard) is not built; use 'stochastic' or 'master', or sharding='none'"
+                    f"{optimizer.names[p]}: weight_store='fp8' of weights that fully_shard has sharded is not built; "
+                    "use 'stochastic' or 'master', or attach(process_group=..., sharding='states')"
                 )
             if not _only_multiplied(p, readers.get(p, [])):
                 continue

@@ -169,11 +169,6 @@ def _check_forge(recipe: Recipe) -> None:
         raise RecipeError("optimizer.recipe", str(error)) from error
     if store.name == "fp8" and rule.regime != "fused":
         raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} and {rule.name}: set optimizer.rule=adamw")
-    if store.name == "fp8" and recipe.parallel.distributed_optimizer:
-        raise RecipeError(
-            "optimizer.recipe",
-            f"{recipe.optimizer.recipe!r} needs whole weights: set parallel.distributed_optimizer=false",
-        )
     waiting = {
         "optimizer.clip_grad": recipe.optimizer.clip_grad > 0,
         "batch.total": recipe.micro_batches > 1,

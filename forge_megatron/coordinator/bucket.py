@@ -79,7 +79,7 @@ def unit_rows(p: Tensor) -> int:
 
 def share_of(p: Tensor, parts: int) -> int:
     """Rows of ``p`` in each of ``parts`` but the last ones (``torch.chunk``'s, and DTensor's ``Shard(0)``)."""
-    return min(_round_up(-(-extent(p) // parts), unit_rows(p)), extent(p))
+    return min(round_up(-(-extent(p) // parts), unit_rows(p)), extent(p))
 
 
 def part_rows(p: Tensor, parts: int, part: int) -> slice:
@@ -158,9 +158,9 @@ class Bucket:
 
 
 def _width(p: Tensor, options: Buckets, gathered: bool) -> int:
-    """Bytes of an element of ``p`` in a bucket."""
+    """Bytes of an element of ``p`` in a bucket; codes with their scales are no whole number of them."""
     wire = options.wire(p).itemsize
-    return max(wire, p.dtype.itemsize) if gathered else wire
+    return max(wire, -(-p.nbytes // max(1, p.numel()))) if gathered else wire
 
 
 def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
@@ -185,7 +185,7 @@ def cut(
         options: size and wire dtype.
         parts: stretches of a bucket.
         multiple: a bucket is a multiple of this many elements.
-        gathered: the buffer holds the weights too, after their step; a bucket's have one dtype then.
+        gathered: the buffer holds the weights too, after their step, each in no more bytes than its gradient takes.
         uncut: those that lie in one bucket, whatever its size.
 
     Returns:
@@ -193,13 +193,13 @@ def cut(
     """
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
-    used, dtype = 0, None
+    used, dtype, alike = 0, None, None
     unit = math.lcm(ALIGNMENT, multiple)
 
     def close() -> None:
         nonlocal pieces, used
         if pieces:
-            buckets.append(Bucket(tuple(pieces), used, _round_up(used + len(pieces), unit), dtype))
+            buckets.append(Bucket(tuple(pieces), used, round_up(used + len(pieces), unit), dtype))
         pieces, used = [], 0
 
     for p in params:
@@ -209,17 +209,16 @@ def cut(
         size = _width(p, options, gathered)
         capacity = _capacity(p, size, options, parts, uncut)
         share = share_of(p, parts)
-        mixed = gathered and pieces and pieces[-1].param.dtype is not p.dtype
-        if wire is not dtype or mixed or used + share * columns(p) > capacity:
+        if (wire, size) != alike or used + share * columns(p) > capacity:
             close()
-        dtype = wire
+        alike = dtype, _ = wire, size
         at_most = max(capacity // columns(p) // unit_rows(p), 1) * unit_rows(p)
         for first in range(0, share, at_most):
             if first:
                 close()
             end = min(first + at_most, share)
             pieces.append(Piece(p, first, end, used))
-            used = _round_up(used + (end - first) * columns(p), unit)
+            used = round_up(used + (end - first) * columns(p), unit)
     close()
     return buckets
 
@@ -240,11 +239,11 @@ def buffer_bytes(
     for p in params:
         size = _width(p, options, gathered)
         capacity = _capacity(p, size, options, parts, uncut)
-        filled = _round_up(capacity, unit)
-        largest = max(largest, size * parts * (filled + _round_up(filled // unit, unit)))
-        total += size * parts * _round_up(share_of(p, parts) * columns(p), unit)
-    return min(largest, total + parts * 4 * _round_up(len(params), unit))
+        filled = round_up(capacity, unit)
+        largest = max(largest, size * parts * (filled + round_up(filled // unit, unit)))
+        total += size * parts * round_up(share_of(p, parts) * columns(p), unit)
+    return min(largest, total + parts * 4 * round_up(len(params), unit))
 
 
-def _round_up(value: int, unit: int) -> int:
+def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit

@@ -8,12 +8,13 @@ weight hold nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from forge_megatron.coordinator.bucket import Bucket, Buckets, part_rows, rows_of
+from forge_megatron.coordinator.gathered import copy, in_buffer, places
 from forge_megatron.coordinator.partial import PartialSums
 from forge_megatron.coordinator.parts import Part, PartOfPart
 from forge_megatron.coordinator.pipeline import Route
@@ -122,26 +123,13 @@ class ShardedStates(PartialSums):
             )
 
     def _gather_weights(self, bucket: Bucket, buffer: Tensor) -> Route:
-        elements = bucket.elements(buffer, self.parts, bucket.pieces[0].param.dtype)
-        mine, theirs = self._places(bucket, elements)
-        _copy((there, weight) for there, weight in mine)
-        yield self.ranks.all_gather(elements)
-        _copy((weight, there) for there, weight in theirs)
-
-    def _places(self, bucket: Bucket, elements: Tensor) -> tuple[list, list]:
-        """``(in the bucket, in the weight)`` of this rank's rows, and of the other ranks'."""
+        stepped = set(self.stepped(bucket))
+        weights = in_buffer(bucket, buffer, self.parts)
         mine, theirs = [], []
-        for piece in self.stepped(bucket):
-            for part, stretch in enumerate(elements.view(self.parts, bucket.length)):
-                rows = piece.rows(self.parts, part)
-                if rows.stop > rows.start:
-                    places = mine if part == self.ranks.rank else theirs
-                    places.append((piece.view(stretch, rows), rows_of(piece.param, rows)))
-        return mine, theirs
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """To the first from the second of each pair, in one launch; a rank may have no rows in a bucket."""
-    pairs = list(pairs)
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        for part, stretch in enumerate(weights):
+            pairs = mine if part == self.ranks.rank else theirs
+            found = places(bucket, stretch, self.parts, part)
+            pairs += [(there, weight) for piece, there, weight in found if piece in stepped]
+        copy(mine)
+        yield self.ranks.all_gather(weights.view(-1))
+        copy((weight, there) for there, weight in theirs)

@@ -144,7 +144,7 @@ def get_forge_optimizer(
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     expect_matrices(_rule(config, options), _owned(conversions))
-    expect_storable(options.recipe, _rule(config, options), domains.dense().sharding(facts))
+    expect_storable(options.recipe, _rule(config, options))
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:

@@ -20,28 +20,20 @@ from forge_megatron.formats import RECIPES, Fp8Weight
 from forge_megatron.rules import Rule
 
 
-def expect_storable(recipe: str | None, rule: Rule, sharding: str) -> None:
-    """Raises for weights as codes where a step is not one of whole weights, each coordinate alone.
+def expect_storable(recipe: str | None, rule: Rule) -> None:
+    """Raises for weights as codes where a step is not one of each coordinate alone.
 
     Args:
         recipe: of ``--forge-recipe``.
         rule: of the owned weights.
-        sharding: of the states over data-parallel ranks.
 
     Raises:
         NotImplementedError: names the recipe and what it does not go with.
     """
-    if not stores_codes(recipe):
-        return
-    if rule.regime != "fused":
+    if stores_codes(recipe) and rule.regime != "fused":
         raise NotImplementedError(
             f"--forge-recipe {recipe} with --forge-rule {rule.name}, which steps a weight from its whole matrix, is "
             "not built; use a rule such as adamw, or --forge-recipe sr-store"
-        )
-    if sharding == "states":
-        raise NotImplementedError(
-            f"--forge-recipe {recipe} with --use-distributed-optimizer, under which a data-parallel rank steps rows of "
-            "a weight, is not built; leave it out, or use --forge-recipe sr-store"
         )
 
 

@@ -103,7 +103,6 @@ def test_a_good_recipe_passes(load, override):
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
         (["optimizer.recipe=fp8-weight", "optimizer.rule=lamb"], "optimizer.recipe", "fp8-weight"),
         (["parallel.distributed_optimizer=true"], "parallel.distributed_optimizer", "parallel.data"),
-        ([*SHARDED, "optimizer.recipe=fp8-weight"], "optimizer.recipe", "whole weights"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),

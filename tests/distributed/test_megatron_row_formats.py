@@ -1,4 +1,4 @@
-"""8-bit states and stochastic rounding of Megatron's weights whose states data-parallel ranks have by rows."""
+"""8-bit states, codes and stochastic rounding of Megatron's weights whose states data-parallel ranks have by rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {
 }
 WHOLE = Case(dtype=torch.bfloat16, clip=0.0, model=SHAPES, layers=1)
 ROWS = replace(WHOLE, optimizer=SHARDED, ddp=SHARDED)
-RECIPES = ("int8", "fp8", "sr-store")
+RECIPES = ("int8", "fp8", "sr-store", "fp8-weight")
 
 
 def _owned(session: Run) -> dict[str, dict[str, torch.Tensor]]:
@@ -90,10 +90,11 @@ def test_rows_have_the_codes_scales_and_bits_of_the_whole(tmp_path):
         }
         _expect_same(joined, whole)
         _expect_same(alone[recipe], whole)
-        assert any(key.endswith("_scale") for state in whole.values() for key in state) is (recipe != "sr-store")
+        assert any(key.endswith("_scale") for state in whole.values() for key in state) is (recipe in ("int8", "fp8"))
         for rank in ranks:
             found = rank[recipe]
             _expect_same(found["rows"][1], weights)
+            assert ("weight as e4m3 codes" in found["coverage"]) is (recipe == "fp8-weight")
             for reader, written in (("resumed", found["rows"][0]), ("read whole", whole)):
                 held, then = found[reader]
                 _expect_same(held, written)

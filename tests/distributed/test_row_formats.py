@@ -32,13 +32,15 @@ class Constants(nn.Module):
         torch.manual_seed(3)
         shapes = ((7, 130), (200,), (5,), (3, 2, 70), ())
         self.weights = nn.ParameterList(torch.randn(shape).bfloat16() for shape in shapes)
-        self.linear = nn.Linear(70, 9, dtype=torch.bfloat16)
+        # A block and a bit, and a single column, whose scale is larger than its code.
+        self.linear, self.narrow = (nn.Linear(columns, 10, dtype=torch.bfloat16) for columns in (70, 1))
 
     def forward(self, scale):
         of_each = [
             (w * (scale * torch.linspace(0.5, 2.0, w.numel()).bfloat16().view(w.shape))).sum() for w in self.weights
         ]
-        return sum(of_each) + self.linear(torch.full((1, 70), 0.5, dtype=torch.bfloat16)).sum() * scale
+        linears = [m(torch.full((1, m.in_features), 0.5, dtype=torch.bfloat16)) for m in (self.linear, self.narrow)]
+        return sum(of_each) + sum(linears).sum() * scale
 
 
 #: A bucket holds less than a row; and sums, of which one rank has all, are exact.
@@ -81,38 +83,73 @@ def blocks_and_roundings_of_rows():  # field log rows 107 and 108
                     assert same.all(), (recipe, further, index, name)
 
 
+def expect_same_weights(one, other, case):
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert type(ours) is type(theirs)
+        assert all(map(torch.equal, in_memory(ours), in_memory(theirs))), (case, ours.shape)
+
+
 @workers
 def weights_as_codes():
-    """On replicas: codes, scales and states of one process, resumed bit for bit; by rows refused by name."""
-    group, recipe = {"process_group": dist.group.WORLD, "buckets": SUMMED}, {"recipe": "fp8-weight"}
-    for further in ({}, {"buckets": ROW}, {"clip_grad_norm": 1e9}):
+    """On replicas and by rows: codes, scales and states of one process, resumed bit for bit, on one process too."""
+    group, states = {"process_group": dist.group.WORLD, "buckets": SUMMED}, {"sharding": "states"}
+    clipped = {"clip_grad_norm": 1e9}
+    of_int8 = {"weight_store": "fp8", "state_format": "int8"}
+    for recipe, everything in (
+        ({"recipe": "fp8-weight"}, ({}, {"buckets": ROW}, clipped)),
+        (of_int8, ({"buckets": ROW},)),
+    ):
         alone, single = trained(recipe, {}, range(4))
-        net, optimizer = trained(recipe, {**group, **further}, range(2))
-        saved = io.BytesIO()
-        torch.save((net.state_dict(), optimizer.state_dict()), saved)
-        saved.seek(0)
-        weights, states = torch.load(saved)
-        again, resumed = trained(recipe, {**group, **further}, ())
-        again.load_state_dict(weights)
-        resumed.load_state_dict(states)
-        assert isinstance(again.linear.weight, Fp8Weight)
-        for model, stepper in ((net, optimizer), (again, resumed)):
-            take(model, stepper, range(2, 4))
-            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                assert all(map(torch.equal, in_memory(ours), in_memory(theirs))), (further, ours.shape)
-            for name, value in single.state[alone.linear.weight].items():
-                assert torch.equal(value, stepper.state[model.linear.weight][name]), (further, name)
-        assert f"weight as e4m3 codes of {9 * 70 + 9 * 2 * 2:,} bytes" in str(optimizer.coverage)
+        assert isinstance(alone.linear.weight, Fp8Weight)
+        expected = single.state_dict()["state"]
+        for further in everything:
+            for sharding in ({}, states):
+                case, options = (recipe, further, sharding), {**group, **further, **sharding}
+                net, optimizer = trained(recipe, options, range(2))
+                saved, by_rows = io.BytesIO(), bool(sharding)
+                both = optimizer.state_dict(), optimizer.state_dict(full=by_rows)
+                torch.save((net.state_dict(), *both), saved)
+                take(net, optimizer, range(2, 4))
+                saved.seek(0)
+                weights, own, whole = torch.load(saved)
+                resumed = {"own": (own, options)}
+                resumed |= {"whole": (whole, options), "on one process": (whole, {})} if by_rows else {}
+                models = {"straight": (net, optimizer)}
+                for name, (states_of, elsewhere) in resumed.items():
+                    models[name] = trained(recipe, elsewhere, ())
+                    models[name][0].load_state_dict(weights)
+                    models[name][1].load_state_dict(states_of)
+                    take(*models[name], range(2, 4))
+                for name, (model, stepper) in models.items():
+                    expect_same_weights(model, alone, (case, name))
+                    found = stepper.state_dict(full=by_rows and name != "on one process")["state"]
+                    for index, entry in expected.items():
+                        for key, value in entry.items():
+                            assert torch.equal(value, found[index][key]), (case, name, key)
+                assert f"weight as e4m3 codes of {10 * 70 + 10 * 2 * 2:,} bytes" in str(optimizer.coverage)
     # A rank that begins elsewhere gets the first rank's codes.
     other = Constants()
     with torch.no_grad():
         other.linear.weight.mul_(1 + dist.get_rank())
-    forge.attach(other, lr=1e-2, **group, **recipe)
+    forge.attach(other, lr=1e-2, recipe="fp8-weight", **group)
     codes = [torch.empty_like(in_memory(other.linear.weight)[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(codes, in_memory(other.linear.weight)[0])
     assert all(torch.equal(codes[0], theirs) for theirs in codes)
-    with pytest.raises(NotImplementedError, match=r"^weights.0: weight_store='fp8' of weights that ranks step by"):
-        trained(recipe, {**group, "sharding": "states"})
+
+
+@workers
+def what_ranks_gather_of_codes():
+    """A byte a coordinate and two a block: of a rank's rows nothing is dequantised on the way to the others."""
+    torch.manual_seed(0)
+    rows = 96 * dist.get_world_size()
+    net = nn.Linear(640, rows, bias=False, dtype=torch.bfloat16)
+    options = {"process_group": dist.group.WORLD, "sharding": "states"}
+    optimizer = forge.attach(net, lr=1e-2, recipe="fp8-weight", **options)
+    gathered, ranks = [], optimizer._sums.ranks
+    ranks.all_gather = lambda buffer, send=ranks.all_gather: (gathered.append(buffer.nbytes), send(buffer))[1]
+    net(torch.ones(2, 640, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert gathered == [rows * (640 + 10 * 2)]
 
 
 @workers
