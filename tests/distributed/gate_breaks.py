@@ -1,4 +1,4 @@
-"""A rank that measures one gate with one thing after the other broken; started by torchrun from test_gates_red.py.
+"""A rank that measures one gate with one thing after the other broken; started from test_gates_red.py.
 
 Each break replaces something inside this process, on every rank alike unless it says otherwise, and is undone after.
 """

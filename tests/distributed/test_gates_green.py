@@ -4,10 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from gates import __main__ as cli
+from gates.gate import Case
 from gates.receipt import ROOT
+from tests.distributed import as_torchrun
 
 AT_2 = [
     *(
@@ -30,21 +34,44 @@ AT_4 = {
 }
 
 
-def expect_green(tmp_path, wanted, *arguments):
-    for package in ("forge_megatron", "launch", "gates"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "gates", *arguments, "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    entries = json.loads((tmp_path / ".gates/receipt.json").read_text())["entries"]
+def expect_green(receipt: Path, wanted: list[str]) -> None:
+    entries = json.loads(receipt.read_text())["entries"]
     assert set(entries) == {f"{case} cpu" for case in wanted}
     assert all(entry["passed"] for entry in entries.values())
 
 
-def test_all_gates_are_green_at_two_ranks(tmp_path):
-    expect_green(tmp_path, AT_2, "--nproc", "2")
+def from_the_server(cases: list[Case], folder: Path, log: Path, timeout_s: float) -> str:
+    """In the place of torchrun."""
+    arguments = json.dumps([case.to_dict() for case in cases]), str(folder)
+    code = as_torchrun.run(cases[0].degrees.world, "gates.worker", *arguments, output=log, timeout_s=timeout_s)
+    return "a rank failed" if code else ""
+
+
+@pytest.fixture
+def run_green(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr("gates.run._torchrun", from_the_server)
+    monkeypatch.setattr(cli, "RECEIPT", tmp_path / ".gates/receipt.json")
+
+    def run(wanted: list[str], *arguments: str) -> None:
+        assert cli.main([*arguments, "--device", "cpu"]) == 0, "".join(capfd.readouterr())
+        expect_green(tmp_path / ".gates/receipt.json", wanted)
+
+    return run
+
+
+def test_all_gates_are_green_at_two_ranks(run_green):
+    run_green(AT_2, "--nproc", "2")
 
 
 @pytest.mark.parametrize("gates", AT_4)
-def test_gates_are_green_at_four_ranks(tmp_path, gates):
-    expect_green(tmp_path, AT_4[gates], *gates.split(), "--nproc", "4", "--dtype", "fp32")
+def test_gates_are_green_at_four_ranks(run_green, gates):
+    run_green(AT_4[gates], *gates.split(), "--nproc", "4", "--dtype", "fp32")
+
+
+def test_the_command_is_green_under_torchrun(tmp_path):
+    for package in ("forge_megatron", "launch", "gates"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "gates", "TP", "--nproc", "2", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expect_green(tmp_path / ".gates/receipt.json", ["TP tp2 fp32", "TP tp2 bf16"])

@@ -11,17 +11,15 @@ import pytest
 
 from gates.gate import Reading
 from gates.receipt import ROOT
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+from tests.distributed import as_torchrun
 
 
 @pytest.mark.parametrize("gates", ["TP", "SP1", "MG", "F1 F2 F3 MW", "T0 T1 T2 SR", "PP1", "CP1", "EP1"])
 def test_a_gate_sees_each_thing_that_it_guards_break(tmp_path, gates):
     from tests.distributed.gate_breaks import BREAKS
 
-    command = [*TORCHRUN, "-m", "tests.distributed.gate_breaks", str(tmp_path), *gates.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output, module = tmp_path / "output", "tests.distributed.gate_breaks"
+    assert as_torchrun.run(2, module, str(tmp_path), *gates.split(), output=output) == 0, output.read_text()
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert set(answers) == set(gates.split())
     for gate, measured in answers.items():

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from launch import metrics, preflight
-from tests.distributed.ranks import as_started_now, start_method
+from tests.distributed import as_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -86,18 +83,10 @@ class Job:
 
     def run(self, *overrides: str, ranks: int = 2, code: int = 0) -> str:
         """Run to the end; returns what was printed. ``code`` 1: some rank failed."""
-        arguments, output = self.arguments(*overrides), self.folder / "output"
+        output = self.folder / "output"
+        arguments = self.arguments(*overrides)
         output.write_text("")
-        context = multiprocessing.get_context(start_method("gloo"))
-        port = _free_port()
-        processes = []
-        for rank in range(ranks):
-            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            processes.append(context.Process(target=_rank, args=(environment, output, arguments)))
-            processes[-1].start()
-        code_of_all = _wait(processes, time.monotonic() + 240)
-        assert code_of_all == code, output.read_text()
+        assert as_torchrun.run(ranks, "launch.worker", *arguments, output=output) == code, output.read_text()
         return output.read_text()
 
     def losses(self) -> dict[int, float]:
@@ -114,35 +103,6 @@ class Job:
         assert any("exp_avg_sq" in key for key in state)
         assert any(key.startswith("rng") for key in state)
         return state
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _rank(environment: dict[str, str], output: Path, arguments: list[str]) -> None:
-    as_started_now(environment)
-    with output.open("a") as printed:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(printed.fileno(), stream.fileno())
-    from launch import worker
-
-    sys.exit(worker.main(arguments))
-
-
-def _wait(processes: list[multiprocessing.Process], deadline: float) -> int:
-    """0 when all have ended so, 1 as soon as one has not, which ends the others as torchrun does."""
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        if any(process.exitcode for process in processes):
-            break
-        time.sleep(0.05)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-        process.join()
-    return int(any(process.exitcode for process in processes))
 
 
 def _plain(value: object) -> object:
