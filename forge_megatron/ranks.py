@@ -69,7 +69,9 @@ class AcrossRanks(Reports):
         if self._sums is not None:
             names = [rule_of(group, self.rule).name for group in self.param_groups]
             asked = replace(self._plan, process_group=None)
-            self._sums.start({"rules": names, "formats": self._formats, "options": asked}, tensors)
+            self._sums.start(
+                {"rules": names, "formats": self._formats, "options": asked, "seed": self.random.seed}, tensors
+            )
 
     def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
         if self._sums is None:

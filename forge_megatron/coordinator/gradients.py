@@ -40,9 +40,13 @@ class LocalGradient:
 
     def write(self, rows: slice, out: Tensor) -> None:
         """Some of its rows, rounded once."""
-        accumulator = None if self._accumulator is None else self._accumulator[rows]
-        factors = [kernels.of_rows(segment, rows) for segment in self._segments]
-        kernels.wgrad(factors, out, accumulator=accumulator, backend=self._backend)
+        block = min((dy.block for dy, _ in self._segments if isinstance(dy, kernels.FormedRows)), default=None)
+        for start in range(rows.start, rows.stop, block or rows.stop - rows.start):
+            part = slice(start, min(start + block, rows.stop) if block else rows.stop)
+            accumulator = None if self._accumulator is None else self._accumulator[part]
+            factors = [kernels.of_rows(segment, part) for segment in self._segments]
+            here = out[part.start - rows.start : part.stop - rows.start]
+            kernels.wgrad(factors, here, accumulator=accumulator, backend=self._backend)
 
 
 class StoredGradient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,14 +21,17 @@ class Members:
         ranks: the members of the group.
         options: of the buckets.
         client: this rank's optimizer, weakly held.
+        waits: everything is summed in ``step()``.
     """
 
-    def __init__(self, ranks: Ranks, options: Buckets, client: Client):
+    def __init__(self, ranks: Ranks, options: Buckets, client: Client, *, waits: bool):
         self.ranks = ranks
         self.options = options
         self._client = weakref.ref(client)
+        self._waits = waits
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._reduced: frozenset[Tensor] = frozenset()
+        self._unsynced = False
 
     def start(self, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
         """Compares the ranks' models and options, and gives every rank the first rank's values.
@@ -54,7 +58,15 @@ class Members:
         Raises:
             NotImplementedError: it would reduce owned weights, which have no ``.grad``.
             ValueError: it has another number of ranks.
+            RuntimeError: inside ``no_sync()``, where updates do not wait.
         """
+        if torch.is_grad_enabled():
+            self._unsynced = not wrapper.require_backward_grad_sync
+            if self._unsynced and not self._waits:
+                raise RuntimeError(
+                    "no_sync() where backward steps the weights: the one micro-batch of a step is summed over the "
+                    "ranks; run it outside no_sync(), or attach with accumulation_steps="
+                )
         if self._wrapper is not None and self._wrapper() is wrapper:
             return self._reduced
         client = self._client()
@@ -72,3 +84,16 @@ class Members:
             )
         self._wrapper, self._reduced = weakref.ref(wrapper), theirs
         return theirs
+
+    def expect_reduced(self) -> None:
+        """Raises at ``step()`` if the window's last micro-batch left ``.grad`` a rank's own.
+
+        Raises:
+            RuntimeError: names a parameter.
+        """
+        left = next((p for p in self._reduced if p.grad is not None), None) if self._unsynced else None
+        if left is not None:
+            raise RuntimeError(
+                f"{self._client().names[left]}: step(), but the last backward was inside no_sync(), so that "
+                "DistributedDataParallel has not summed its .grad over the ranks; run the last micro-batch outside it"
+            )

@@ -26,6 +26,7 @@ from forge_megatron.coordinator.pipeline import Pipeline, Route
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client, Window
 from forge_megatron.formats.code import scale_rows
+from forge_megatron.kernels import FormedRows, GroupedRows
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
@@ -48,9 +49,8 @@ class PartialSums(Members):
     gathered = False
 
     def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool, scale: float):
-        super().__init__(ranks, options, client)
+        super().__init__(ranks, options, client, waits=waits)
         self.backend = backend
-        self._waits = waits
         self._scale = scale / ranks.size if options.average else scale
         self._pipeline: Pipeline | None = None
         self._late: set[Tensor] = set()
@@ -85,9 +85,13 @@ class PartialSums(Members):
 
     # ---- the sink
 
-    def accepts(self, owned: OwnedWeight) -> bool:
-        """It is this weight's turn: its factors are read during the call and not kept."""
-        return self._in_backward().next_param is owned.weight
+    def accepts(self, owned: OwnedWeight, dy: Tensor | FormedRows | GroupedRows) -> bool:
+        """It is this weight's turn: its factors are read during the call and not kept.
+
+        Rows that are formed anew wait for the next weight, for they give the input its gradient first, from all rows
+        as they were.
+        """
+        return not isinstance(dy, FormedRows) and self._in_backward().next_param is owned.weight
 
     def __call__(self, owned: OwnedWeight, segments: Sequence[kernels.Segment]) -> None:
         self._arrive(owned)
@@ -127,7 +131,8 @@ class PartialSums(Members):
     def _arrive(self, owned: OwnedWeight) -> None:
         self._window.arrived.add(owned.weight)
         self._window.stepping.add(owned.weight)
-        owned.mark_updated()
+        # Its version is bumped when its gradient has been formed for the last time, which may read the weight.
+        owned.updated, owned.updated_version = True, owned.weight._version
 
     def _in_backward(self) -> Filler:
         """Of the weights whose gradients backward completes, in the order in which it is expected to."""
@@ -167,6 +172,8 @@ class PartialSums(Members):
         owned = self._client().owned.get(p)
         if owned is not None:
             owned.factors.clear()
+            if p in self._window.arrived:
+                owned.mark_updated()
 
     @property
     def device(self) -> torch.device:
@@ -264,6 +271,7 @@ class PartialSums(Members):
             ValueError: a fact differs; nothing has changed then, except what backward has stepped.
             RuntimeError: a rank did not come.
         """
+        self.expect_reduced()
         if self._window.agreed is None:
             if not (self._window.passed or self._waits):
                 self._pass()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_megatron.coordinator.groups import own_group
 from forge_megatron.coordinator.pipeline import Work
 
 #: Seconds that a rank which has waited in vain gives the others to say that they have, too.
@@ -43,11 +44,9 @@ class Ranks:
         self.timeout = timeout
         self._limit = limit
         self._deterministic = deterministic and self.size > 2
-        own = {"use_local_synchronization": True}
-        self.group = dist.new_group(
-            members, timeout=max(limit, timedelta(minutes=1)), backend=dist.get_backend(group), **own
-        )
-        self._hosts = dist.new_group(members, timeout=limit, backend="gloo", **own)
+        backend = dist.get_backend(group)
+        self.group = own_group(members, "gradients", backend, max(limit, timedelta(minutes=1)))
+        self._hosts = own_group(members, "hosts", "gloo", limit)
         self._calls = 0
         self._failed: str | None = None
 

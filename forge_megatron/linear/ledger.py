@@ -234,7 +234,7 @@ class Ledger:
         if use.recomputed:
             owned.count_replay()
         last = not owned.has_more_here(task)
-        held = last and not owned.waits and not self.now.accepts(owned)
+        held = last and not owned.waits and not self.now.accepts(owned, dy)
         if owned.waits or held or not last:
             if owned.factors.outgrown_by(dy, x):
                 self.later(owned, [(dy, x)], task)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_megatron import kernels
-from forge_megatron.kernels import Segment
+from forge_megatron.kernels import FormedRows, GroupedRows, Segment
 
 if TYPE_CHECKING:
     from forge_megatron.linear.owned import OwnedWeight
@@ -41,8 +41,13 @@ class Later(Protocol):
 class Now(Sink, Protocol):
     """The sink of a gradient whose last use on this rank has run."""
 
-    def accepts(self, owned: OwnedWeight) -> bool:
-        """It reads the factors during the call; otherwise they are kept in ``owned.factors``, and held."""
+    def accepts(self, owned: OwnedWeight, dy: Tensor | FormedRows | GroupedRows) -> bool:
+        """It reads the factors during the call; otherwise they are kept in ``owned.factors``, and held.
+
+        Args:
+            owned: the weight.
+            dy: of the last use.
+        """
 
     def hold(self, owned: OwnedWeight) -> None:
         """The kept factors are complete; the sink reads them later."""
@@ -78,7 +83,7 @@ class FusedStep:
             self._multipliers[device] = torch.tensor(self._scale, dtype=torch.float32, device=device)
         return self._multipliers[device]
 
-    def accepts(self, owned: OwnedWeight) -> bool:
+    def accepts(self, owned: OwnedWeight, dy: Tensor | FormedRows | GroupedRows) -> bool:
         return True
 
     def hold(self, owned: OwnedWeight) -> None:

@@ -13,11 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forge_megatron as forge
 from tests.distributed.ranks import Workers, run
-from tests.distributed.twins import Model, Twins, expect_equal_replicas, ids, loss, weights
+from tests.distributed.twins import SMALL, Model, Twins, expect_equal_replicas, ids, loss, weights
 
 workers = Workers()
-#: A bucket of a few rows: every weight is cut.
-SMALL = forge.Buckets(nbytes=640, count=2)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -203,6 +201,29 @@ def inside_ddp():  # field log row 145
 
 
 @workers
+def no_sync():  # field log row 17
+    """Accumulated micro-batches but the last are not reduced; where the last is not either, that is an error."""
+    twins = Twins(Model(), wrap=True, micro_batches=3)
+    twins.deferred = twins.called.no_sync
+    twins.train(2).expect_equal()
+    before = weights(twins.model)
+    with twins.called.no_sync():
+        loss(twins.called, 7).backward()
+    with pytest.raises(RuntimeError, match=r"\.(weight|bias): step\(\), but the last backward was inside no_sync"):
+        twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    immediate = Model()
+    optimizer = forge.attach(immediate, lr=1e-2, process_group=dist.group.WORLD)
+    wrapped = DistributedDataParallel(immediate)
+    with wrapped.no_sync(), pytest.raises(RuntimeError, match=r"no_sync\(\) where backward steps the weights"):
+        wrapped(ids(0))
+    assert all(map(torch.equal, before, weights(twins.model)))
+    loss(wrapped, 0).backward()
+    optimizer.step()
+    expect_equal_replicas(immediate)
+
+
+@workers
 def other_initial_weights():
     """As DistributedDataParallel: every rank starts from the first rank's parameters and buffers."""
     model = Model()
@@ -226,6 +247,8 @@ def ranks_that_differ():
         forge.attach(Model(), lr=1e-2, process_group=dist.group.WORLD, clip_grad_norm=clip)
     with pytest.raises(ValueError, match=r"shapes and dtypes|number of parameters"):
         forge.attach(Model(blocks=1 + (rank == 0)), lr=1e-2, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"seed: different on the ranks \(rank 0: 0; rank 1: 1"):
+        forge.attach(Model(), lr=1e-2, process_group=dist.group.WORLD, seed=rank)
     model = Model()
     optimizer = forge.attach(model, lr=1e-2, process_group=dist.group.WORLD, waiting=True)
     before = weights(model)
@@ -302,6 +325,14 @@ def other_formats():
         expect_equal_replicas(model)
         for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 if dtype is torch.float32 else 4e-3)
+
+
+@workers
+def ranks_that_have_made_other_groups():
+    """torch names a group that only its members make by the number of groups that a rank has."""
+    for _ in range(1 + dist.get_rank()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    Twins(Model(), buckets=forge.Buckets(timeout=10)).train(2).expect_equal()
 
 
 @workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import forge_megatron as forge
 
 VOCABULARY, WIDTH = 21, 12
+#: A bucket of a few rows: every weight is cut.
+SMALL = forge.Buckets(nbytes=640, count=2)
 
 
 class Model(nn.Module):
@@ -86,10 +89,13 @@ class Twins:
         self.oracle = torch.optim.AdamW(self.reference.parameters(), lr=lr)
         self.number = 0
         self.norm: Tensor | None = None
+        #: What FORGE's micro-batches but the last are run in.
+        self.deferred: Callable[[], AbstractContextManager] = nullcontext
 
     def step(self, loss: Callable[[nn.Module, int], Tensor] = loss) -> None:
         for index in range(self.micro_batches):
-            loss(self.called, self.number).backward()
+            with self.deferred() if index + 1 < self.micro_batches else nullcontext():
+                loss(self.called, self.number).backward()
             if index + 1 < self.micro_batches:
                 with self.ddp.no_sync():
                     loss(self.ddp, self.number).backward()
