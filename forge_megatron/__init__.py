@@ -10,7 +10,18 @@ from forge_megatron.attach import attach, decay_groups
 from forge_megatron.coordinator import Buckets
 from forge_megatron.linear import GroupedLinear
 from forge_megatron.optimizer import ForgeOptimizer
+from forge_megatron.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
-__all__ = ["Buckets", "ForgeOptimizer", "GroupedLinear", "__version__", "attach", "decay_groups", "vocab"]
+__all__ = [
+    "Buckets",
+    "ForgeOptimizer",
+    "GroupedLinear",
+    "Tuned",
+    "__version__",
+    "attach",
+    "decay_groups",
+    "tune",
+    "vocab",
+]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forge_megatron.formats import Fp8Weight
-from forge_megatron.kernels import Slot, local, measures_apart, resolve_backend
+from forge_megatron.kernels import Slot, local, measures_apart, resolve_backend, tuned
 from forge_megatron.linear import OwnedWeight, has_gradient_hook
 
 
@@ -20,6 +20,7 @@ class Row:
         waits_as: what its last gradient that waited for ``step()`` was kept as: "factors", or "accumulator" where they
             would have outgrown it; "": none has waited.
         waiting_bytes: the most that its waiting gradients have taken.
+        kernel: what its last launches were chosen to be, or were tuned to, by the number of tokens; "": none yet.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Row:
     state_bytes: int
     waits_as: str = ""
     waiting_bytes: int = 0
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ class Coverage:
         return len(self.rows)
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "stepped", "state bytes", "waited as")]
-        table += [(r.name, "×".join(map(str, r.shape)), r.how, f"{r.state_bytes:,}", _waiting(r)) for r in self.rows]
+        table = [("parameter", "shape", "stepped", "state bytes", "waited as", "kernel")]
+        table += [
+            (r.name, "×".join(map(str, r.shape)), r.how, f"{r.state_bytes:,}", _waiting(r), r.kernel) for r in self.rows
+        ]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
@@ -105,8 +109,9 @@ def cover(
             how = "read without calling its module: stepped from .grad"
         else:
             how = reasons.get(p, "not the weight of a linear layer or an embedding")
-        waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ()
-        rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited))
+        kernel = tuned.describe(owned[p].slot, backend) if fused and owned[p].slot is not None else ""
+        waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ("", 0)
+        rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited, kernel))
     return Coverage(rows, bucket_bytes)
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_megatron import kernels, rules
-from forge_megatron.capture import Capturing
 from forge_megatron.codes import store_dense
 from forge_megatron.coordinator import (
     Buckets,
@@ -33,9 +32,10 @@ from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules.whole import Whole
 from forge_megatron.state import exported, load_state, marker
+from forge_megatron.tuning import Tunable
 
 
-class ForgeOptimizer(Capturing):
+class ForgeOptimizer(Tunable):
     """Steps owned weights in the backward that completes their gradients, and the rest in :meth:`step`.
 
     Use :func:`forge_megatron.attach` for a plain model. Parameters that no linear hands over are stepped

@@ -22,6 +22,7 @@ from .cost import MEASURED_BYTES, cublas_us, hopper_us
 from .hopper_config import choose_config
 from .lookups import is_lookup
 from .slot import Segment, Slot
+from .tuned import Candidate, lookup, note
 
 #: Bytes to which the copy engine's rows are aligned.
 ROW_ALIGNMENT = 16
@@ -109,6 +110,28 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
             )
         chosen = "triton"
     return chosen
+
+
+def choose_launch(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> Candidate:
+    """Return what was tuned for these operands, or else the kernel of :func:`choose_for`, which configures itself.
+
+    Raises:
+        ValueError: as :func:`choose_for`.
+    """
+    tuned = lookup(slot, segments, accumulator, backend)
+    if tuned is not None and not can_step(tuned.kernel, slot, segments):
+        tuned = None
+    chosen = tuned or Candidate(choose_for(slot, segments, accumulator, backend))
+    note(slot, sum(x.shape[0] for _, x in segments), chosen, tuned=tuned is not None)
+    return chosen
+
+
+def can_step(kernel: str, slot: Slot, segments: Sequence[Segment]) -> bool:
+    """Whether ``"auto"`` may take ``kernel`` for these operands."""
+    device = slot.weight.device
+    if kernel == "hopper":
+        return is_hopper(device) and has_tried_gluon() and _hopper().supports(slot, segments)
+    return kernel != "cublas" or (device.type == "cuda" and _cublas().supports(slot, segments, None))
 
 
 def measures_apart(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
-from .choice import adds_by_hopper, choose_for, measures_apart
+from .choice import adds_by_hopper, choose_launch, measures_apart
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
+from .tuned import Candidate
 
 if TYPE_CHECKING:
     from .measured import Reading
@@ -46,10 +48,22 @@ def launch(
     slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
 ) -> Launch:
     """What :func:`wgrad_step` calls with the same operands, and with others of the same layout."""
-    chosen = choose_for(slot, segments, accumulator, backend)
-    if chosen in WGRAD_ONLY:
-        return _wgrad_only(chosen).launch(slot, segments, accumulator, multiplier)
-    return _module(chosen, "wgrad").wgrad_step
+    chosen = choose_launch(slot, segments, accumulator, backend)
+    return launch_of(chosen, slot, segments, accumulator, multiplier)
+
+
+def launch_of(
+    chosen: Candidate,
+    slot: Slot,
+    segments: Sequence[Segment],
+    accumulator: Tensor | None,
+    multiplier: Tensor | None,
+) -> Launch:
+    """:func:`launch` by one kernel and configuration, which can step ``slot`` from such operands."""
+    if chosen.kernel in WGRAD_ONLY:
+        return _wgrad_only(chosen.kernel).launch(slot, segments, accumulator, multiplier, chosen.configuration)
+    step = _module(chosen.kernel, "wgrad").wgrad_step
+    return step if chosen.configuration is None else functools.partial(step, tile=chosen.configuration)
 
 
 def wgrad_norm_sq(

@@ -13,7 +13,7 @@ from .grouped import merge_grouped
 from .lookups import Lookups, is_lookup
 from .merge import MAX_SEGMENTS, merge_segments
 from .prepared import prepare
-from .tiles import choose_tile, in_blocks
+from .tiles import Tile, choose_tile, in_blocks
 
 #: Strides from here on need 64-bit offsets inside a tile: a tile spans at most 384 strides.
 WIDE_STRIDE = 1 << 22
@@ -28,6 +28,7 @@ class Launch:
         noisy: it makes random bits besides.
         scaled: states are stored in blocks.
         experts: of a grouped weight, of which every other operand is the first expert's part; None: it is a matrix.
+        tile: None: as :func:`choose_tile` has it.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Launch:
         noisy: bool = False,
         scaled: bool = False,
         experts: int | None = None,
+        tile: Tile | None = None,
     ):
         bounds = None
         if experts is not None:
@@ -53,8 +55,9 @@ class Launch:
         fp32 = any(torch.float32 in (dy.dtype, x.dtype) or dy.dtype != x.dtype for dy, x in segments)
         wide = any(stride >= WIDE_STRIDE for tensor in tensors for stride in tensor.stride())
         precise = lookups is not None and lookups.values.dtype is torch.float32
-        tile = choose_tile(rows, columns, fp32=fp32 or precise, aligned=aligned, product=bool(segments))
-        tile = in_blocks(tile, aligned=aligned) if scaled else tile
+        if tile is None:
+            tile = choose_tile(rows, columns, fp32=fp32 or precise, aligned=aligned, product=bool(segments))
+            tile = in_blocks(tile, aligned=aligned) if scaled else tile
         self.operands = (
             dys,
             xs,

@@ -19,6 +19,7 @@ from .grouped import first_of
 from .merge import MAX_SEGMENTS
 from .norms import add_up
 from .slot import Slot, shared_strides
+from .tiles import Tile
 from .triton_epilogue import step_coordinates
 from .triton_language import (
     compiled_codes,
@@ -267,7 +268,7 @@ def wgrad_write_kernel(
     tl.store(out + corner + offset, round_to(g, out.dtype.element_ty), mask=inside)
 
 
-def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> None:
+def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None, tile: Tile | None = None) -> None:
     """Launch the step of one weight, or of all experts of a grouped one, on operands that the caller checked."""
     experts = slot.weight.shape[0] if slot.weight.dim() == 3 else None
     if experts is not None:
@@ -287,6 +288,7 @@ def wgrad_step(slot: Slot, segments, accumulator, multiplier, channels=None) -> 
         noisy=slot.noise is not None,
         scaled=slot.is_scaled,
         experts=experts,
+        tile=tile,
     )
     partials = None if slot.norm_sq is None else launch.partials(slot.weight.device)
     if launch.grid[0]:

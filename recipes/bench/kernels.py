@@ -9,7 +9,6 @@ the GEMM alone (cuBLAS, bf16 out) and of reading and writing W, m and v alone.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import subprocess
@@ -29,6 +28,7 @@ from forge_megatron import rules  # noqa: E402
 from forge_megatron.kernels import Slot, choose, cublas_wgrad, hopper_wgrad, triton_wgrad, wgrad_step  # noqa: E402
 from forge_megatron.kernels.hopper_config import CONFIGS, Config, choose_config  # noqa: E402
 from forge_megatron.kernels.triton_language import compiled_update  # noqa: E402
+from forge_megatron.kernels.tuning_files import source_hash  # noqa: E402
 
 #: [O, I] of the linears of each model; shapes that recur are timed once.
 MODELS = {
@@ -237,14 +237,6 @@ def gpu_state() -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def source_hash() -> str:
-    digest = hashlib.sha256()
-    for folder in ("kernels", "rules", "formats"):
-        for path in sorted((ROOT / "forge_megatron" / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def geomean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
@@ -285,7 +277,7 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "source": source_hash(),
+        "source": source_hash()[:16],
         "gpu_before": gpu_state(),
         "resources": resources(),
         "models": MODELS,

@@ -28,6 +28,7 @@ ORDER = [
     "forge_megatron.stepping",
     "forge_megatron.discarding",
     "forge_megatron.capture",
+    "forge_megatron.tuning",
     "forge_megatron.optimizer",
     "forge_megatron.attach",
     "forge_megatron",

@@ -135,7 +135,7 @@ def test_coverages_bytes(recipe, dtype, per_weight):
     assert optimizer.coverage.state_bytes == sum(p.numel() for p in model.parameters()) * per_weight
     assert optimizer.coverage.fused_parameters == 48 + 32
     lines = str(optimizer.coverage).splitlines()
-    assert lines[0].split() == ["parameter", "shape", "stepped", "state", "bytes", "waited", "as"]
+    assert lines[0].split() == ["parameter", "shape", "stepped", "state", "bytes", "waited", "as", "kernel"]
     assert "80 of 92 parameters fused" in lines[-1]
 
 
