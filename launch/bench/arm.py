@@ -49,6 +49,7 @@ class Arm:
         package: what must be installed, as pip names it; None: torch alone.
         captured: the whole step is one CUDA graph.
         fused_head: the loss is taken by blocks of the vocabulary, without logits.
+        liger_loss: the loss is Liger's of head and labels together, which waits for the device.
         clip: the loop calls ``torch.nn.utils.clip_grad_norm_`` with this norm.
         micro_batches: backward passes a step, each of the cell's batch.
         over_ranks: needs a process group; ``attach`` makes what the ranks share.
@@ -66,6 +67,7 @@ class Arm:
     package: str | None = None
     captured: bool = False
     fused_head: bool = False
+    liger_loss: bool = False
     clip: float | None = None
     micro_batches: int = 1
     over_ranks: bool = False

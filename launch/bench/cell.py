@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -121,7 +122,8 @@ def measure(bench: Bench, cell: Cell, device: str) -> dict:
     settings = Settings(bench.lr, WEIGHT_DECAY, bucket)
     gauge.reset_peak()
     layout = cell.layout(bench.world_size)
-    loop = prepare(get_shape(cell.shape), arm, device, cell.batch, cell.sequence, settings, layout)
+    shape = replace(get_shape(cell.shape), liger=cell.liger)
+    loop = prepare(shape, arm, device, cell.batch, cell.sequence, settings, layout)
     if cell.checkpointing and layout is None:
         getattr(loop.model, "module", loop.model).gradient_checkpointing_enable()
     if arm.over_ranks:
@@ -158,7 +160,7 @@ def answer_to(message: dict, device: str) -> dict:
     try:
         # A judge is not run twice in a results file.
         layout = cell.layout(bench.world_size)
-        checked = message["parity"] or parity(cell.arm, get_shape(cell.shape).kind, device, layout)
+        checked = message["parity"] or parity(cell.arm, get_shape(cell.shape).kind, device, layout, cell.liger)
         answer["parity"] = checked
         if (why := refusal(arm, checked)) is not None:
             return {**answer, "refused": why}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_megatron.vocab import causal_lm_loss
+from launch.bench import liger
 from launch.bench.arm import Arm, Settings
 from launch.bench.layout import Layout
 from launch.bench.meter import tensors_in
@@ -37,6 +38,8 @@ class Loop:
         tokens = self.tokens[micro_batch]
         if self.arm.fused_head:
             loss = causal_lm_loss(self.model, tokens, tokens)
+        elif self.arm.liger_loss:
+            loss = liger.causal_lm_loss(self.model, tokens)
         else:
             loss = self.model(input_ids=tokens, labels=tokens).loss
         return loss if len(self.tokens) == 1 else loss / len(self.tokens)

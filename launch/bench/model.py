@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from launch.bench import liger
 from launch.bench.shapes import Shape
 
 KINDS = {"llama": "Llama", "qwen3": "Qwen3", "gpt2": "GPT2"}
@@ -19,7 +20,7 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
     """A Hugging Face causal language model of this shape, in training mode.
 
     Raises:
-        ValueError: an unknown kind or dtype.
+        ValueError: an unknown kind or dtype, or one that has no kernels of Liger's and is to have them.
     """
     if shape.dtype not in DTYPES:
         raise ValueError(f"dtype={shape.dtype!r}; use one of: {', '.join(DTYPES)}")
@@ -52,9 +53,12 @@ def build(shape: Shape, device: str, seed: int = 0) -> nn.Module:
     torch.set_default_dtype(DTYPES[shape.dtype])
     try:
         with torch.device(device):
-            return kind(settings).train()
+            model = kind(settings).train()
     finally:
         torch.set_default_dtype(before)
+    if shape.liger:
+        liger.apply(model)
+    return model
 
 
 @contextmanager

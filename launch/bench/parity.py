@@ -21,14 +21,14 @@ SETTINGS = Settings(lr=1e-3, weight_decay=1.0)
 BATCH, SEQUENCE = 2, 64
 
 
-def parity(name: str, kind: str, device: str, layout: Layout | None = None) -> dict:
+def parity(name: str, kind: str, device: str, layout: Layout | None = None, liger: bool = False) -> dict:
     """Trains the small model ``STEPS`` steps with both; how far their weights are apart.
 
     At the end, by the RMS of the distance and of what training changed; of a ``stepwise`` arm after each step, by
     the RMS of all these distances and steps.
 
     Over ranks the judge trains in each of them, on the whole batch. Through Megatron (``layout``) both train on the
-    same degrees, each rank compares what it holds, and the sums are of all ranks.
+    same degrees, each rank compares what it holds, and the sums are of all ranks. With ``liger`` both have its kernels.
 
     Returns:
         ``distance`` (None for a judge), ``bound`` (None: another rule or format than the judge's), ``passed``,
@@ -39,7 +39,7 @@ def parity(name: str, kind: str, device: str, layout: Layout | None = None) -> d
     if arm.judge is None:
         return answer
     judge = arms.get(arm.judge)
-    shape = Shape(kind=kind, dtype="fp32")
+    shape = Shape(kind=kind, dtype="fp32", liger=liger)
     if layout is None:
         world = dist.get_world_size() if arm.over_ranks else 1
         ours = prepare(shape, arm, device, BATCH, SEQUENCE, SETTINGS)

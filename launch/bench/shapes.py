@@ -19,6 +19,7 @@ class Shape:
     vocab_size: int = 512
     tie_word_embeddings: bool = False
     dtype: str = "bf16"  # or fp32
+    liger: bool = False  # Liger's kernels in place of the model's own
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Shape:

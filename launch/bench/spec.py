@@ -28,6 +28,7 @@ class Bench:
     parallel: list[str] = field(default_factory=list)  # of arms through Megatron: degrees such as tp2-sp
     micro_batches: list[int] = field(default_factory=lambda: [1])  # of a step, through Megatron
     experts: list[int] = field(default_factory=lambda: [0])  # of each layer, through Megatron; 0: a dense MLP
+    liger: list[bool] = field(default_factory=lambda: [False])  # Liger's kernels, in the models of all arms
     baseline: str = "adamw-fused"
     world_size: int = 1  # GPUs; more than 1: ranks that share the batch
     warm_up: int = 5
@@ -51,6 +52,7 @@ class Cell:
     parallel: str | None = None
     micro_batches: int = 1
     experts: int = 0
+    liger: bool = False
 
     @property
     def place(self) -> str:
@@ -60,7 +62,7 @@ class Cell:
         parts += [f"b{self.batch}", f"s{self.sequence}"]
         parts += [f"m{self.micro_batches}"] if self.micro_batches > 1 else []
         parts += [self.parallel] if self.parallel is not None else []
-        return "/".join(parts + ["checkpointing"] * self.checkpointing)
+        return "/".join(parts + ["checkpointing"] * self.checkpointing + ["liger"] * self.liger)
 
     def layout(self, world_size: int) -> Layout | None:
         """Over Megatron's ranks; None: the arm is not through Megatron."""
@@ -72,7 +74,7 @@ class Cell:
     @property
     def through(self) -> tuple:
         """Of cells of one arm on one kind of model, those with the same have one check."""
-        return self.parallel, self.micro_batches, self.experts > 0
+        return self.parallel, self.micro_batches, self.experts > 0, self.liger
 
     @property
     def key(self) -> str:
@@ -96,12 +98,12 @@ def cells(bench: Bench, bucketed: set[str] = frozenset()) -> list[Cell]:
         bucketed: the arms that are measured at every ``bucket_mb``.
     """
     places = product(
-        range(bench.runs), bench.shapes, bench.checkpointing, bench.sequence, bench.batch,
+        range(bench.runs), bench.shapes, bench.liger, bench.checkpointing, bench.sequence, bench.batch,
         bench.experts, bench.micro_batches, bench.parallel or [None],
     )  # fmt: skip
     return [
-        Cell(shape, arm, batch, sequence, checkpointing, bucket, run, parallel, micro_batches, experts)
-        for run, shape, checkpointing, sequence, batch, experts, micro_batches, parallel in places
+        Cell(shape, arm, batch, sequence, checkpointing, bucket, run, parallel, micro_batches, experts, liger)
+        for run, shape, liger, checkpointing, sequence, batch, experts, micro_batches, parallel in places
         for arm in bench.arms
         for bucket in (bench.bucket_mb if arm in bucketed else [None])
     ]
