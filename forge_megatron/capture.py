@@ -8,7 +8,7 @@ bits. The host writes them before each replay, and counts the step after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +35,22 @@ class CudaGraphs:
             yield
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
-    def record(self, function: Callable[[], object], table_bytes: int) -> tuple[object, Callable[[], None]]:
+    def record(
+        self, function: Callable[[], object], table_bytes: int, generators: Iterable[torch.Generator]
+    ) -> tuple[object, Callable[[], None]]:
         """What ``function`` returned, whose tensors each replay writes anew, and the replay.
 
         Args:
             table_bytes: of the tables that its kernels read.
+            generators: that it draws from besides the device's own.
         """
         graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
         with (
             kernels.reserved(table_bytes, self.stream.device) as tables,
-            torch.cuda.graph(graph, pool=self._pool, stream=self.stream),
+            # Other threads pin memory and ask NCCL's events meanwhile, which would end a capture of the whole process.
+            torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
         ):
             made = function()
 
@@ -79,7 +85,9 @@ class Capturing(Discarding):
 
     _graphs: CudaGraphs | None = None
 
-    def capture(self, step_function: Callable, *, warmup: int = 3) -> Captured:
+    def capture(
+        self, step_function: Callable, *, warmup: int = 3, generators: Iterable[torch.Generator] = ()
+    ) -> Captured:
         """Makes a function that runs ``step_function`` as one CUDA graph.
 
         The function trains one step: forward, backward, one ``optimizer.step()``, ``optimizer.zero_grad()``. The first
@@ -99,6 +107,8 @@ class Capturing(Discarding):
             step_function: of tensors on the parameters' device, at any depth of tuples, lists and dicts, and of
                 constants, for each of which a new recording is made; returns tensors or None.
             warmup: calls that run as they are.
+            generators: of random numbers, besides the device's own, that it draws from; their states move on with each
+                replay.
 
         Returns:
             A function with the same arguments. What it returns are copies, outside the graph of autograd.
@@ -128,7 +138,7 @@ class Capturing(Discarding):
         with self._graphs.beside():
             for owned in self.owned.values():
                 owned.renew_ticket()
-        return Captured(self, step_function, warmup)
+        return Captured(self, step_function, warmup, tuple(generators))
 
     @contextmanager
     def _one_step(self) -> Iterator[None]:
@@ -179,10 +189,13 @@ class Capturing(Discarding):
 class Captured:
     """A step function that is replayed; see :meth:`Capturing.capture`."""
 
-    def __init__(self, optimizer: Capturing, step_function: Callable, warmup: int):
+    def __init__(
+        self, optimizer: Capturing, step_function: Callable, warmup: int, generators: tuple[torch.Generator, ...]
+    ):
         self._optimizer = optimizer
         self._function = step_function
         self._warmup = warmup
+        self._generators = generators
         self._calls: dict[tuple, int] = {}
         self._recordings: dict[tuple, Recording] = {}
         # The parameters that calls of each kind step, as far as one has.
@@ -205,6 +218,10 @@ class Captured:
             made = _outside_autograd(self._function(*args, **kwargs))
         self._stepped[key] = self._raised(before) or self._steps_of(key)
         return _copies(made)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Inside, kernels are launched where the step is captured: for nodes of autograd that outlive a step."""
+        return self._optimizer._graphs.beside()
 
     def _refreshes(self, key: tuple) -> bool:
         """Whether a step of this kind now refreshes a projection, which needs decompositions that no graph can have."""
@@ -259,7 +276,9 @@ class Captured:
         try:
             with optimizer._one_step():
                 made, replay = optimizer._graphs.record(
-                    lambda: _outside_autograd(self._function(*args, **kwargs)), kernels.table_bytes(optimizer.names)
+                    lambda: _outside_autograd(self._function(*args, **kwargs)),
+                    kernels.table_bytes(optimizer.names),
+                    self._generators,
                 )
         except Exception as error:
             # Nothing has run on the device.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -119,6 +120,16 @@ class Stepping(AcrossRanks):
         self._gradients.close_window(stepped if self.owned else None)
         self._skips.settle()
         return loss
+
+    def skip_whole_steps(self) -> None:
+        """From now on as with ``skip="atomic"``: a step whose ``gradient_multiplier`` is NaN changes nothing.
+
+        Raises:
+            RuntimeError: updates do not wait for ``step()``.
+        """
+        if not self._plan.waits:
+            raise RuntimeError("a step that backward has begun cannot be skipped whole; attach with waiting=True")
+        self._plan = replace(self._plan, atomic=True)
 
     def _loss_scale(self, grad_scaler, closure) -> LossScale | None:
         scaling = loss_scale(self, grad_scaler)

@@ -138,6 +138,7 @@ class Run:
     steps: int = MISSING
     seed: int = 1234
     deterministic: bool = False
+    capture: bool = False  # the step as one CUDA graph: one GPU, with forge
     reorder: bool = False  # samples of a step and hidden channels in another order: only roundings change
     device: str = "auto"  # or cpu, cuda
     check_gpus: bool = True  # ask NVML whether the GPUs are free before starting

@@ -23,12 +23,17 @@ def set_determinism(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def seed(value: int) -> None:
-    """Seed torch and Megatron's trackers, which keep tensor-parallel ranks apart."""
+def seed(value: int, capture: bool = False) -> None:
+    """Seed torch and Megatron's trackers, which keep tensor-parallel ranks apart.
+
+    Args:
+        capture: the trackers are such that a CUDA graph can draw from them; it draws the same numbers.
+    """
     from megatron.core import tensor_parallel
 
     torch.manual_seed(value)
-    tensor_parallel.model_parallel_cuda_manual_seed(value)
+    how = {"use_cudagraphable_rng": True, "force_reset_rng": True} if capture else {}
+    tensor_parallel.model_parallel_cuda_manual_seed(value, **how)
 
 
 @contextlib.contextmanager
@@ -78,7 +83,7 @@ def process_groups(recipe: Recipe) -> Iterator[torch.device]:
                 f"x context={p.context} x data={p.data} is {recipe.world_size}"
             )
         with model_parallel(p):
-            seed(recipe.run.seed)
+            seed(recipe.run.seed, recipe.run.capture and not on_cpu)
             yield device
     finally:
         dist.destroy_process_group()

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from launch import gpus
+from launch.capture import check_capture
 from launch.config import Recipe, RecipeError
 from launch.degrees import check_context, check_degrees, check_experts, divides
 
@@ -350,6 +351,7 @@ def check(recipe: Recipe) -> str:
     check_optimizer(recipe)
     check_folders(recipe)
     device = resolve_device(recipe)
+    check_capture(recipe, device)
     if device == "cuda":
         check_gpus(recipe)
     elif recipe.model.transformer_engine == "always":

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_graph_safe_cuda_rng_tracker
 
 from launch import checkpoint
 from launch.config import Recipe, RecipeError
@@ -29,15 +30,18 @@ class Progress:
 
 
 def _rng_state() -> dict:
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": {name: convert_cuda_rng_state(state) for name, state in tracker.items()},
     }
 
 
 def _set_rng_state(state: dict) -> None:
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graphable = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states({name: convert_cuda_rng_state(each, graphable) for name, each in state["tracker"].items()})
     torch.set_rng_state(state["cpu"])
     torch.cuda.set_rng_state(state["device"])
 

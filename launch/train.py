@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from launch import checkpoint, data, selftest, step
+from launch.capture import captured_step
 from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
 from launch.model import build_chunks
@@ -38,6 +39,7 @@ class Trainer:
         self.notes: list[str] = []
         self.progress = self._resume()
         self.train_set, self.valid_set = data.build_datasets(recipe, self.tokenizer, self.progress.horizon)
+        self.captured = captured_step(recipe, self.chunks, self.optimizer) if recipe.run.capture else None
 
     def _resume(self) -> Progress:
         recipe = self.recipe
@@ -80,6 +82,9 @@ class Trainer:
     def _step(self, batches) -> tuple[torch.Tensor, float]:
         # Before the backward, which may already update the weights with the learning rate.
         self.scheduler.step(1)
+        if self.captured is not None:
+            sums, _, norm = self.captured(list(batches))
+            return sums, norm.item()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -28,7 +28,7 @@ class Skip:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        first = ", ".join(self.names[:3]) or "a parameter on another rank"
+        first = ", ".join(self.names[:3]) or "a parameter of another rank or optimizer"
         others = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
         left = "nothing was changed" if self.whole else "those coordinates were left as they were"
         return f"step {self.step}: the gradient of {first}{others} is not finite; {left}"

@@ -16,6 +16,7 @@ _HOME = {
     "ForgeMegatronOptimizer": "optimizer",
     "ForgeOptions": "build",
     "ForgeRowParallelLinear": "layers",
+    "capture_train_step": "capture",
     "convert": "conversion",
     "get_forge_optimizer": "build",
     "prepare": "build",

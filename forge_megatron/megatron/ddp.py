@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -31,3 +32,18 @@ def observe(chunk: nn.Module, optimizers: Sequence[ForgeMegatronOptimizer]) -> N
             optimizer.set_gradient_scale(scaling_factor)
 
     chunk.scale_gradients = scale_all
+
+
+def renew_hooks(chunk: nn.Module) -> None:
+    """Makes anew the nodes by which Megatron's DDP hears of a gradient: autograd runs a leaf's on the stream it is of.
+
+    Args:
+        chunk: the DDP wrapper of one model chunk, between two steps.
+    """
+    # A node lives as long as somebody has it.
+    chunk.grad_accs.clear()
+    for parameter in chunk.params_with_grad:
+        with torch.enable_grad():
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(chunk._make_backward_post_hook(parameter))
+        chunk.grad_accs.append(node)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forge_megatron.megatron import checkpoint
 from forge_megatron.megatron.dense import Dense, dense_held
+from forge_megatron.megatron.norms import grad_norm
 from forge_megatron.megatron.replicas import expect_equal_replicas
 from forge_megatron.megatron.resharded import of_each
 from forge_megatron.optimizer import ForgeOptimizer
@@ -58,7 +59,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self.tp_group = tp_group
         self.expert_tp_group = getattr(dense, "expert_tp_group", None)
         self._gradient_scale: Tensor | float = 1.0
-        self._coefficient = 1.0
+        self._coefficient: Tensor | float = 1.0
         self._norms: Tensor | None = None
         self._replicas_checked = False
         owned = [p for group in forge.param_groups for p in group["params"]]
@@ -99,6 +100,45 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         """The global norm over all optimizers of the chain; gives the clip coefficient (Megatron's formula)."""
         clip = self.config.clip_grad
         self._coefficient = min(clip / (norm + 1.0e-6), 1.0) if clip > 0.0 else 1.0
+
+    # ---- a step whose norm stays on the device, see forge_megatron.megatron.capture
+
+    @torch.no_grad()
+    def step_on_device(self) -> Tensor:
+        """A step of the owned weights, for which the host reads nothing; :meth:`step_dense` makes the rest of it.
+
+        Returns:
+            The gradient norm of all parameters before clipping, 0-dim fp64. Where updates wait and it is not finite no
+            owned weight is changed.
+        """
+        self.prepare_grads()
+        norm, clip = self._norm_on_device(), self.config.clip_grad
+        if clip > 0.0:
+            self._coefficient = torch.clamp(clip / (norm + 1.0e-6), max=1.0).float()
+            gradients = [p.grad for p in self.get_parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, self._coefficient)
+        if self.waits:
+            multiplier = torch.ones_like(norm, dtype=torch.float32) * self._gradient_scale * self._coefficient
+            self.forge.step(gradient_multiplier=torch.where(norm.isfinite(), multiplier, torch.nan))
+        self._forget()
+        return norm
+
+    @torch.no_grad()
+    def step_dense(self) -> bool:
+        """Megatron's own optimizer steps its parameters, whose gradients :meth:`step_on_device` has clipped."""
+        # They are in its buffers, and a replay sets no .grad.
+        self.dense.prepare_grads()
+        return self.dense.step_with_ready_grads()
+
+    def _norm_on_device(self) -> Tensor:
+        of_dense = getattr(self.dense, "get_grads_for_grad_norm", None) or self.dense.get_main_grads_for_grad_norm
+        gradients = of_dense() + self._owned_for_norm()
+        return grad_norm(gradients, self.get_grad_stats_parallel_group(), self._norms.device)
+
+    def get_grad_norm(self) -> float:
+        """Megatron's, with one wait for the device."""
+        return self._norm_on_device().item()
 
     # ---- Megatron's protocol
 

@@ -92,6 +92,8 @@ _TRAINS = "tests/distributed/test_megatron_training.py::test_trains_like_megatro
 _PIPELINE = "tests/distributed/test_megatron_pipeline.py::test_a_pipeline_trains_as_one_process_does"
 _EXPERTS = "tests/distributed/test_megatron_experts.py::test_trains_like_megatron"
 
+_CAPTURE = "`capture_train_step()` is the way to a graph"
+
 _DISTRIBUTED = "tests/distributed/test_megatron_distributed_optimizer.py"
 
 # A row is three lines, so that the table can be read as one.
@@ -252,11 +254,11 @@ SWITCHES: tuple[Switch, ...] = (
            _REFUSED, _flag("fine_grained_activation_offloading")),
     Switch("optimizer_cpu_offload", REFUSED, "states live on the weight's device; turn it off",
            _REFUSED, _flag("optimizer_cpu_offload")),
-    Switch("cuda_graph_impl", REFUSED, "a replayed backward would not follow the schedule yet; set it to none",
-           _REFUSED, _other_than("cuda_graph_impl", "none")),
-    Switch("enable_cuda_graph", REFUSED, "turn it off", _REFUSED, _flag("enable_cuda_graph")),
-    Switch("external_cuda_graph", REFUSED, "turn it off", _REFUSED, _flag("external_cuda_graph")),
-    Switch("optimizer_cuda_graph", REFUSED, "turn it off", _REFUSED, _flag("optimizer_cuda_graph")),
+    Switch("cuda_graph_impl", REFUSED, "a replayed backward would not follow the schedule; set it to none; "
+           f"{_CAPTURE}", _REFUSED, _other_than("cuda_graph_impl", "none")),
+    Switch("enable_cuda_graph", REFUSED, f"turn it off; {_CAPTURE}", _REFUSED, _flag("enable_cuda_graph")),
+    Switch("external_cuda_graph", REFUSED, f"turn it off; {_CAPTURE}", _REFUSED, _flag("external_cuda_graph")),
+    Switch("optimizer_cuda_graph", REFUSED, f"turn it off; {_CAPTURE}", _REFUSED, _flag("optimizer_cuda_graph")),
     Switch("use_precision_aware_optimizer", REFUSED, "choose the state's format with --forge-recipe",
            _REFUSED, _flag("use_precision_aware_optimizer")),
     Switch("log_num_zeros_in_grad", REFUSED, "no gradient is stored to count zeros in; turn it off",

@@ -1,73 +1,17 @@
 """What the host does around a captured step. There is no CUDA graph here: a stand-in runs the device's part."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 
 import forge_megatron as forge
 from forge_megatron import capture
+from tests.cpu.replayer import Replayer, capturing
 from tests.cpu.training import Pair, batch, expect_bit_equal, mlp, snapshot
-
-
-class Replayer:
-    """Records as a CUDA graph does: the host's part runs, the device's does not. Replays the device's part alone."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.recorded = 0
-
-    @contextlib.contextmanager
-    def beside(self):
-        yield
-
-    def record(self, function, table_bytes):
-        assert table_bytes > 0
-        self.recorded += 1
-        parameters = self.optimizer._parameters
-        tensors = [*parameters.all, *(t for state in self.optimizer.state.values() for t in state.values())]
-        tensors += [norms for _, _, norms in parameters._tables.values()]
-        counters = set(parameters.counters())
-        opened = [(parameters._written, dict(parameters._after))]
-        device = [(t, t.detach().clone()) for t in tensors if t not in counters]
-        made = function()
-        norm, measured = self.optimizer._grad_norm, self.optimizer._measured[0]
-        for tensor, value in device:
-            tensor.data.copy_(value)
-
-        def replay():
-            host = [(counter, counter.clone()) for counter in parameters.counters()]
-            now = parameters._written, dict(parameters._after)
-            # The recording has closed the window of its own replay.
-            parameters._written, after = opened.pop() if opened else now
-            parameters._after.update(after)
-            # What the device reads of the host is written by now, or never.
-            assert parameters._written is not None
-            held, self.optimizer._skips.held = self.optimizer._skips.held, True
-            again = function()
-            self.optimizer._skips.held = held
-            for mine, new in zip(made, again, strict=True):
-                mine.copy_(new)
-            norm.copy_(self.optimizer._grad_norm)
-            measured.copy_(self.optimizer._measured[0])
-            for counter, value in host:
-                counter.copy_(value)
-            parameters._written = now[0]
-            parameters._after.update(now[1])
-
-        return made, replay
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
-    """Every optimizer that is asked to capture gets a Replayer."""
-
-    def capturing(self, step_function, **options):
-        self._graphs = self._graphs or Replayer(self)
-        return real(self, step_function, **options)
-
-    real = capture.Capturing.capture
     monkeypatch.setattr(capture.Capturing, "capture", capturing)
 
 
@@ -264,11 +208,11 @@ def test_what_cannot_be_captured_leaves_everything_as_it_was():
     before = snapshot(model, optimizer)
     record = optimizer._graphs.record
 
-    def failing(function, table_bytes):
+    def failing(function, table_bytes, generators):
         weights = [p.detach().clone() for p in model.parameters()]
         states = [{k: v.clone() for k, v in s.items() if k.startswith("exp")} for s in optimizer.state.values()]
         try:
-            return record(function, table_bytes)
+            return record(function, table_bytes, generators)
         finally:
             # What was launched into the graph has not run.
             with torch.no_grad():

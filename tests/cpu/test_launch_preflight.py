@@ -10,6 +10,7 @@ import pytest
 from gates import gate
 from launch import __main__ as launcher
 from launch import config, gpus, preflight
+from launch.capture import check_capture
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -284,3 +285,31 @@ def test_green_gates_start_torchrun(tmp_path, monkeypatch):
     assert command[1:3] == ["-m", "launch.agent"]
     assert command[command.index("--nproc-per-node") + 1] == "2"
     assert command[-4:] == ["-m", "launch.worker", str(path), "run.steps=3"]
+
+
+ONE_GPU = ("run.capture=true", "run.device=cuda", "parallel.tensor=1", "parallel.sequence=false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["run.device=cpu"], "run.capture", "run.device=cuda"),
+        (["optimizer.use_forge=false"], "run.capture", "optimizer.use_forge=true"),
+        (["parallel.tensor=2"], "parallel.tensor", "run.capture=false"),
+        (["parallel.data=2"], "parallel.data", "run.capture=false"),
+        (["parallel.pipeline=2"], "parallel.pipeline", "run.capture=false"),
+        (["parallel.context=2"], "parallel.context", "run.capture=false"),
+        (EXPERTS, "model.num_experts", "run.capture=false"),
+        (["model.dropout=0.1", "model.recompute=full"], "model.recompute", "dropout"),
+        (["optimizer.rule=nadam"], "optimizer.rule", "nadam"),
+    ],
+)
+def test_what_cannot_be_captured(load, monkeypatch, overrides, key, said):
+    monkeypatch.setattr(preflight, "resolve_device", lambda recipe: recipe.run.device)
+    error = refusal(load(*ONE_GPU, *overrides))
+    assert error.key == key
+    assert said in str(error)
+
+
+def test_a_rule_with_numbers_of_the_host_is_captured_where_nothing_waits(load):
+    check_capture(load(*ONE_GPU, "optimizer.rule=nadam", "optimizer.clip_grad=0", "batch.micro=8"), "cuda")

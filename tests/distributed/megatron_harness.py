@@ -271,8 +271,8 @@ class Run:
         whole = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "positions": positions}
         return context_parts(whole)
 
-    def backward(self) -> float:
-        """Forward and backward of all micro-batches; returns the mean loss of the last stage, 0 on the others."""
+    def reports(self, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of the micro-batches; of each, on the last stage, the loss's sum and its tokens."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         per_token = self.case.model.get("calculate_per_token_loss", False)
@@ -290,19 +290,26 @@ class Run:
 
             return losses, loss_function
 
-        batches = [self.batch() for _ in range(self.case.micro_batches)]
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reports = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
             model=self.chunks,
-            num_microbatches=self.case.micro_batches,
+            num_microbatches=len(batches),
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
             forward_only=False,
         )
+
+    def zero(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def backward(self) -> float:
+        """Forward and backward of all micro-batches; returns the mean loss of the last stage, 0 on the others."""
+        batches = [self.batch() for _ in range(self.case.micro_batches)]
+        self.zero()
+        reports = self.reports(batches)
         if not reports:
             return 0.0
         total, tokens = torch.stack(reports).sum(0).tolist()

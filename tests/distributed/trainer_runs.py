@@ -48,11 +48,16 @@ def write_data(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe in a folder of its own, and the ways to run it."""
+    """A recipe in a folder of its own, and the ways to run it.
+
+    Attributes:
+        module: what :meth:`run` runs in each rank.
+    """
 
     folder: Path
     data: Path
     overrides: tuple[str, ...] = ()
+    module: str = "launch.worker"
 
     @property
     def run_folder(self) -> Path:
@@ -86,7 +91,7 @@ class Job:
         output = self.folder / "output"
         arguments = self.arguments(*overrides)
         output.write_text("")
-        assert as_torchrun.run(ranks, "launch.worker", *arguments, output=output) == code, output.read_text()
+        assert as_torchrun.run(ranks, self.module, *arguments, output=output) == code, output.read_text()
         return output.read_text()
 
     def losses(self) -> dict[int, float]:

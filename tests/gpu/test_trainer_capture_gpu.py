@@ -1,0 +1,112 @@
+"""The trainer's step as a CUDA graph has the bits of the trainer's step that is none: losses, norms, checkpoints."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten
+
+from launch import metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+model: {num_layers: 2, hidden_size: 256, ffn_hidden_size: 512, num_attention_heads: 4, num_query_groups: 2, dtype: bf16,
+        vocab_size: 512, bias: true, transformer_engine: never, tied_head: true}
+data: {synthetic: true, sequence_length: 128}
+batch: {micro: 2, total: 4}
+optimizer: {lr: 2e-3, warmup_steps: 2, recipe: fp32-master, clip_grad: 0.5}
+validation: {samples: 8, every: 4}
+logging: {tensorboard: false}
+checkpoint: {self_test: false, every: 6, keep: 9}
+run: {dir: RUN, steps: 10, device: cuda}
+"""
+ARMS = {
+    "clipped, two micro-batches, dropout": ("model.dropout=0.1",),
+    "divided by the tokens, fused head": ("batch.per_token_loss=true", "optimizer.fused_head=true"),
+    "in backward": ("optimizer.recipe=bf16-state", "optimizer.clip_grad=0", "batch.micro=4"),
+    "rounded stochastically, in backward": ("optimizer.recipe=sr-store", "optimizer.clip_grad=0", "batch.micro=4"),
+    "fp32, recomputed": ("model.dtype=fp32", "optimizer.recipe=fp32-state", "model.recompute=full"),
+}
+
+
+def start(folder, *overrides):
+    """One rank, without the launcher's gates."""
+    recipe = folder / "recipe.yaml"
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    (folder / "run").mkdir(exist_ok=True)
+    recipe.write_text(RECIPE.replace("RUN", str(folder / "run")))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.worker", str(recipe), *overrides],
+        cwd=ROOT,
+        env={**environment, "WORLD_SIZE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process):
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said[-6000:]
+
+
+def told(folder):
+    """What the run's log says of steps and validations, without times and memory."""
+    names = ("step", "loss", "grad_norm", "lr", "valid_loss")
+    records = [*metrics.read(folder / "run", "step"), *metrics.read(folder / "run", "valid")]
+    return [[record.get(name) for name in names] for record in records]
+
+
+def saved(folder, step):
+    """A checkpoint's values: weights, optimizer states, schedule, random states."""
+    whole = folder / f"step_{step}.pt"
+    dcp_to_torch_save(folder / "run" / "checkpoints" / f"step_{step:08d}", whole)
+    return torch.load(whole, weights_only=False)
+
+
+def expect_equal(first, second):
+    values, structure = tree_flatten(first)
+    others, other_structure = tree_flatten(second)
+    assert structure == other_structure
+    assert any(torch.is_tensor(value) for value in values)
+    for value, other in zip(values, others, strict=True):
+        if torch.is_tensor(value):
+            assert torch.equal(value, other)
+        else:
+            assert getattr(value, "getvalue", lambda: value)() == getattr(other, "getvalue", lambda: other)()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_bit_equal_to_a_run_that_is_not_captured(arm, tmp_path):
+    """Ten steps, of which three run as they are and seven are replayed, with validation and checkpoints between; and
+    each kind goes on from the other's checkpoint."""
+    kinds = {"eager": (), "captured": ("run.capture=true",)}
+    runs = {kind: start(tmp_path / kind, *ARMS[arm], *how) for kind, how in kinds.items()}
+    for process in runs.values():
+        ended(process)
+    eager, captured = (tmp_path / kind for kind in kinds)
+    assert len(told(eager)) == 10 + 3
+    assert told(captured) == told(eager)
+    for step in (6, 10):
+        expect_equal(saved(captured, step), saved(eager, step))
+
+
+def test_a_checkpoint_in_the_middle_is_resumed_bit_for_bit(tmp_path):
+    """A captured run that was stopped and captured anew; dropout goes on where it was."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    arm = ("model.dropout=0.1", "run.capture=true", "optimizer.decay_steps=10")
+    runs = [start(straight, *arm), start(stopped, *arm, "run.steps=6")]
+    for process in runs:
+        ended(process)
+    ended(start(stopped, *arm))
+    assert told(stopped) == [*told(straight)[:10], *[record for record in told(stopped)[10:]]]
+    expect_equal(saved(stopped, 10), saved(straight, 10))
