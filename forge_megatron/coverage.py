@@ -78,6 +78,7 @@ def cover(
     reasons: Mapping[Tensor, str],
     bucket_bytes: int = 0,
     backend: str = "auto",
+    micro_batches: int = 1,
 ) -> Coverage:
     """The table of an optimizer.
 
@@ -88,7 +89,9 @@ def cover(
         reasons: why others are not.
         bucket_bytes: see :class:`Coverage`.
         backend: of the kernels.
+        micro_batches: of a window whose last one is stepped in its backward.
     """
+    last = f", micro-batch {micro_batches} of {micro_batches} in its backward" if micro_batches > 1 else ""
     rows = []
     for p, name in labels.items():
         hooked = p in owned and has_gradient_hook(p)
@@ -99,7 +102,7 @@ def cover(
             how = (
                 "fused"
                 if owned[p].slot is None
-                else _HOW[owned[p].slot.rule.regime] + _measured(owned[p].slot, backend)
+                else _HOW[owned[p].slot.rule.regime] + _measured(owned[p].slot, backend) + last
             )
             if isinstance(p, Fp8Weight):
                 how += f", weight as e4m3 codes of {p.nbytes:,} bytes"

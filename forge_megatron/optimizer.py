@@ -52,7 +52,9 @@ class ForgeOptimizer(Tunable):
             which takes half of the memory and is rounded with every micro-batch.
         clip_grad_norm: largest gradient norm; every weight then waits for ``step()``.
         clip: which norm: the ``"global"`` one of all parameters, or each ``"weight"``'s own.
-        waiting: keep every weight's factors to ``step()`` (for ``gradient_multiplier``).
+        waiting: True: keep every weight's factors to ``step()`` (for ``gradient_multiplier``). False: the last of
+            ``accumulation_steps`` micro-batches is added to the sum in registers and stepped in its own backward; None:
+            it waits too. Clipping and ``skip="atomic"`` wait in any case.
         skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight, master and states (with
             states in blocks, the whole block does), without weight decay; the others are stepped (clipped: by the
             coefficient of such a norm, 0, or with a NaN not at all) and every count rises. No weight becomes infinite
@@ -89,7 +91,7 @@ class ForgeOptimizer(Tunable):
         accumulation_dtype: torch.dtype = torch.float32,
         clip_grad_norm: float | None = None,
         clip: str = "global",
-        waiting: bool = False,
+        waiting: bool | None = None,
         skip: str = "flag",
         gradient_scale: float = 1.0,
         seed: int = 0,

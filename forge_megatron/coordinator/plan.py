@@ -46,7 +46,7 @@ def plan(
     accumulation_steps: int | None = 1,
     clip_grad_norm: float | None = None,
     clip: str = "global",
-    waiting: bool = False,
+    waiting: bool | None = None,
     skip: str = "flag",
     gradient_scale: float = 1.0,
     process_group: dist.ProcessGroup | None = None,
@@ -61,7 +61,9 @@ def plan(
         accumulation_steps: micro-batches a step, at least 1; None: any number.
         clip_grad_norm: a norm above 0; None and infinity mean no clipping.
         clip: ``"global"``: the norm of all gradients; ``"weight"``: of each parameter's.
-        waiting: keep every weight's factors although nothing else asks for it (a late scale).
+        waiting: True: keep every weight's factors although nothing else asks for it (a late scale). False: the last of
+            ``accumulation_steps`` micro-batches is added to the sum in registers and stepped in its backward. None: it
+            waits too.
         skip: ``"flag"``: a coordinate whose gradient is not finite keeps its weight and state; ``"atomic"``: every
             coordinate does then.
         gradient_scale: what every gradient is multiplied by, above 0.
@@ -83,7 +85,7 @@ def plan(
     if sharding == "full" and not sharded:
         raise ValueError("sharding='full' with weights that are not sharded; call fully_shard, then attach")
     _check_ranks(process_group, sharding, buckets)
-    if not isinstance(waiting, bool):
+    if not isinstance(waiting, bool | None):
         raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
         raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
@@ -102,7 +104,13 @@ def plan(
     if clip == "weight" and limit is None:
         raise ValueError("clip='weight' without a norm; give clip_grad_norm=")
     atomic = skip == "atomic"
-    waits = waiting or atomic or limit is not None or accumulation_steps != 1
+    in_backward = waiting is False and accumulation_steps is not None
+    if in_backward and accumulation_steps != 1 and (sharded or process_group is not None):
+        raise NotImplementedError(
+            f"waiting=False with accumulation_steps={accumulation_steps} over ranks, whose sums are made in step(); "
+            "leave waiting out"
+        )
+    waits = bool(waiting) or atomic or limit is not None or (accumulation_steps != 1 and not in_backward)
     ranks = process_group, sharding, buckets or Buckets()
     return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale, *ranks, accumulation_dtype)
 

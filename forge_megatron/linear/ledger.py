@@ -10,8 +10,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,36 +28,10 @@ from forge_megatron.linear.half_steps import (
 )
 from forge_megatron.linear.owned import OwnedWeight, Use, in_backward, lock
 from forge_megatron.linear.sink import Later, Now
+from forge_megatron.linear.verdict import GraphTask, Verdict
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class GraphTask:
-    """A backward that was pre-flighted.
-
-    Attributes:
-        wanted: the owned weights whose gradient it asks for.
-        running: dead once the engine has let go of the graph task, be it finished or failed.
-        nested: it runs inside another (a reentrant checkpoint's), which has recomputed its forward.
-    """
-
-    wanted: frozenset[OwnedWeight]
-    running: weakref.ref[Callable[[], None]]
-    nested: bool
-
-
-class Verdict(NamedTuple):
-    """What becomes of a weight's gradient in one graph task.
-
-    Attributes:
-        waits: it is kept to ``step()``.
-        micro_batch: the number, from 1, of the window's micro-batch that it belongs to.
-    """
-
-    waits: bool
-    micro_batch: int
 
 
 class Ledger:
@@ -68,8 +40,9 @@ class Ledger:
     Args:
         now: the sink of a gradient that is complete in this graph task.
         later: the sink of factors that are not kept to ``step()`` as they are.
-        waits: every weight waits (clipping, accumulation, a late scale).
-        micro_batches: backward passes allowed between two steps; None: any number.
+        waits: every weight waits (clipping, a late scale, a window of any length).
+        micro_batches: backward passes allowed between two steps; None: any number. What does not wait is summed up to
+            the last of them, whose backward steps it.
         client: weakly held; told before a backward changes anything.
     """
 
@@ -252,6 +225,8 @@ class Ledger:
     def _sum_what_will_outgrow(self, wanted: Iterable[OwnedWeight]) -> None:
         """When a backward ends and more micro-batches may come: what a window would make larger than its sum."""
         last = self.micro_batches
+        # The last of several is not kept if it is stepped as it comes.
+        kept = last if last is None or last == 1 or self.waits else last - 1
         open_ = [owned for owned in wanted if owned.waits and (last is None or owned.micro_batches < last)]
         while open_:
             count_shared([(owned.factors, owned.micro_batches) for owned in open_])
@@ -259,7 +234,7 @@ class Ledger:
                 owned
                 for owned in open_
                 if owned.factors.will_outgrow(
-                    owned.micro_batches, max(0, (last or owned.last_window) - owned.micro_batches)
+                    owned.micro_batches, max(0, (kept or owned.last_window) - owned.micro_batches)
                 )
             ]
             for owned in outgrown:
@@ -320,15 +295,20 @@ class Ledger:
                     f"{owned.name}: backward number {micro_batch} since the last step(), with accumulation_steps="
                     f"{self.micro_batches}; call step() after each window, or attach with more accumulation_steps"
                 )
+            # A graph of a micro-batch that was counted before is not its first: it is not known to be the last.
+            closing = self.micro_batches == 1 or (new and micro_batch == self.micro_batches)
             waits = (
                 self.waits
-                or owned.waits
+                or not closing
+                or (owned.waits and self.micro_batches == 1)
                 or owned.weight.grad is not None
                 or owned.has_unfinished(here, alive)
                 or owned.plain_consumer_runs()
                 # The outer graph task of a reentrant checkpoint can't be asked.
                 or (recomputed and owned.has_plain_consumer())
             )
+            if not waits:
+                owned.factors.expect_unchanged(owned.name)
             verdicts[owned] = Verdict(waits, micro_batch)
         asked = [owned for owned in left_out if owned.is_asked_for()]
         if asked or (left_out and self._client().accumulates_ordinary()):

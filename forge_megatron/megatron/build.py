@@ -192,6 +192,7 @@ def _facts(
         configs=(unwrap(model_chunks[0]).config, *configs),
         num_microbatches=num_microbatches,
         microbatches_change=None if isinstance(calculator, constant | None) else type(calculator).__name__,
+        sums_end_here=domains.sums_end_here(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         rerun_mode=RerunMode(rerun_mode).value,
     )
@@ -253,7 +254,7 @@ def _forge(
         origins=origins(model_chunks, owned) if _is_stochastic(options.recipe) else None,
         wholes=places,
         waiting=waits,
-        accumulation_steps=None if waits else 1,
+        accumulation_steps=None if waits else facts.num_microbatches,
         accumulation_dtype=options.accumulation_dtype,
         gradient_scale=domains.scale(facts),
         buckets=buckets,

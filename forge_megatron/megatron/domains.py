@@ -80,6 +80,12 @@ def experts() -> Domain:
     )
 
 
+def sums_end_here() -> bool:
+    """No other rank has a part of an owned weight's gradient, and no pipeline orders micro-batches."""
+    sizes = dense().data_group.size(), experts().data_group.size()
+    return parallel_state.get_pipeline_model_parallel_world_size() == 1 and sizes == (1, 1)
+
+
 def scale(facts: Facts) -> float:
     """What Megatron's DDP multiplies every gradient by, an expert's too: one over the data-parallel ranks.
 

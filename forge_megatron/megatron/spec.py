@@ -1,7 +1,8 @@
 """Layer specs with FORGE's linears, with and without Transformer Engine.
 
 Without Transformer Engine a spec is not needed: :func:`forge_megatron.megatron.prepare` converts any built
-model; but under context parallelism megatron-core's local attention cannot be built, and the spec has FORGE's.
+model; but under context parallelism megatron-core's local attention cannot be built, and the spec has Transformer
+Engine's where that is installed and there is a GPU for it, and FORGE's elsewhere.
 Transformer Engine's ``TELayerNormColumnParallelLinear`` fuses the norm into the linear, so FORGE takes
 the layout of megatron-core's local spec, norm and linear apart, with Transformer Engine's norm and attention
 in it; the local spec's ``sharded_state_dict_keys_map`` keeps the fused names in checkpoints.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -46,7 +48,8 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
 
     Args:
         config: the model's config; its norm, qk-norm, multi-latent-attention and context-parallel fields are read.
-        use_transformer_engine: take Transformer Engine's norm and attention.
+        use_transformer_engine: take Transformer Engine's norm and attention; otherwise its attention alone, and that
+            only under context parallelism of 16-bit parameters on a GPU, where it is installed.
 
     Raises:
         ModuleNotFoundError: Transformer Engine is asked for and not installed.
@@ -64,7 +67,7 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
     if config.moe_grouped_gemm:
         spec = grouped(spec)
     if not use_transformer_engine:
-        context = {DotProductAttention: ForgeDotProductAttention} if config.context_parallel_size > 1 else {}
+        context = {DotProductAttention: _over_context(config)} if config.context_parallel_size > 1 else {}
         return rewrite(spec, {**_LINEARS, **context})
     if not transformer_engine.HAVE_TE:
         raise ModuleNotFoundError(
@@ -78,6 +81,12 @@ def get_gpt_layer_forge_spec(config: TransformerConfig, *, use_transformer_engin
         DotProductAttention: transformer_engine.TEDotProductAttention,
     }
     return rewrite(spec, {**_LINEARS, **engine})
+
+
+def _over_context(config: TransformerConfig) -> type:
+    """The core attention of context-parallel ranks; Transformer Engine's has no kernel for fp32."""
+    has_engine = transformer_engine.HAVE_TE and torch.cuda.is_available() and config.params_dtype is not torch.float32
+    return transformer_engine.TEDotProductAttention if has_engine else ForgeDotProductAttention
 
 
 def _expect_experts_in_every_layer(config: TransformerConfig) -> None:

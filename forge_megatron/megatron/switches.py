@@ -24,6 +24,8 @@ class Facts:
             DistributedDataParallelConfig), in the order of look-up.
         num_microbatches: backward passes between two optimizer steps.
         microbatches_change: Megatron's schedule of them if there is one (``--rampup-batch-size``), by its class.
+        sums_end_here: every owned weight's gradient is complete on its rank with the last micro-batch's backward: no
+            other rank has a part of it, and no pipeline orders them.
         data_parallel_size: ranks that hold the same shard of a dense weight, context ranks not counted.
         rerun_mode: ``RerunStateMachine``'s mode, ``"disabled"`` where there is none.
     """
@@ -31,6 +33,7 @@ class Facts:
     configs: tuple[object, ...]
     num_microbatches: int = 1
     microbatches_change: str | None = None
+    sums_end_here: bool = False
     data_parallel_size: int = 1
     rerun_mode: str = "disabled"
 
@@ -104,8 +107,11 @@ SWITCHES: tuple[Switch, ...] = (
         _TRAINS, _above("clip_grad", 0),
     ),
     Switch(
-        "num_microbatches", WAITS, "the factors of all micro-batches are one longer token axis",
-        _TRAINS, lambda facts: facts.num_microbatches if facts.num_microbatches > 1 else None,
+        "num_microbatches", WAITS, "the factors of all micro-batches are one longer token axis; without data and "
+        "context parallelism and a pipeline, and where nothing else waits, the last of them is added to the others' "
+        "sum in registers and stepped in its backward",
+        _TRAINS,
+        lambda facts: facts.num_microbatches if facts.num_microbatches > 1 and not facts.sums_end_here else None,
     ),
     Switch(
         "rampup_batch_size", WAITS, "or a schedule by steps: a window of each length is summed whole",

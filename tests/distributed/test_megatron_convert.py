@@ -341,3 +341,38 @@ def _spec_trains() -> tuple:
 def test_a_spec_and_a_conversion_train_alike(results):
     for converted, built in results["_spec_trains"]:
         assert converted["losses"] == built["losses"]
+
+
+@workers
+def _attention_over_context_ranks() -> list[str]:
+    """A stand-in for Transformer Engine's class, with it and without it, on a GPU and not, in bf16 and fp32."""
+    from megatron.core.extensions import transformer_engine
+
+    from forge_megatron.megatron.spec import get_gpt_layer_forge_spec
+
+    class Attention:
+        pass
+
+    chosen = []
+    for size, installed, gpu, dtype in (
+        (2, True, True, torch.bfloat16),
+        (2, False, True, torch.bfloat16),
+        (2, True, False, torch.bfloat16),
+        (2, True, True, torch.float32),
+        (1, True, True, torch.bfloat16),
+    ):
+        config = transformer_config(Case())
+        config.context_parallel_size, config.params_dtype = size, dtype
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transformer_engine, "HAVE_TE", installed)
+            patch.setattr(transformer_engine, "TEDotProductAttention", Attention)
+            patch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+            spec = get_gpt_layer_forge_spec(config)
+        chosen.append(spec.submodules.self_attention.submodules.core_attention.__name__)
+    return chosen
+
+
+def test_context_ranks_take_transformer_engines_attention_where_it_is_installed(results):
+    ours = "ForgeDotProductAttention"
+    for chosen in results["_attention_over_context_ranks"]:
+        assert chosen == ["Attention", ours, ours, ours, "DotProductAttention"]

@@ -167,6 +167,26 @@ def test_two_runs_are_bit_equal(results):
 
 
 @workers
+def _last_micro_batch() -> list:
+    found = []
+    for clip in (0.0, 1.0):
+        session = Run(replace(CASES["num_microbatches without clip"], clip=clip).with_forge())
+        weights = [p for forge in session.optimizer._forges for p in forge.forge.owned]
+        before = [weight.detach().clone() for weight in weights]
+        session.backward()
+        stepped = [not torch.equal(*pair) for pair in zip(weights, before, strict=True)]
+        session.step()
+        coverage = session.optimizer._forges[0].forge.coverage
+        found.append((all(stepped), any(stepped), "micro-batch 2 of 2 in its backward" in str(coverage)))
+    return found
+
+
+def test_the_last_micro_batch_is_stepped_in_its_backward(results):
+    for found in results["_last_micro_batch"]:
+        assert found == [(True, True, True), (False, False, False)]
+
+
+@workers
 def _multi_token_prediction() -> tuple:
     return train_both(Case(clip=0.0, model={"mtp_num_layers": 1})), train_both(
         Case(tied=True, model={"mtp_num_layers": 1})
