@@ -1,5 +1,6 @@
 """What the processes of the tests import, once for all of them: see :mod:`tests.distributed.ranks`."""
 
+import gc
 import importlib
 import importlib.util
 import queue
@@ -25,3 +26,6 @@ with warnings.catch_warnings():
         # imports torch anew. Writer and reader are one process unless the save is asynchronous, which no test's is;
         # the ranks that torchrun starts (test_trainer_stop.py) keep Megatron's own.
         importlib.import_module(WRITER)._results_queue = queue.Queue()
+
+# What is imported stays: a collection, of which tests ask for many, looks at what a process has made since.
+gc.freeze()
