@@ -1,5 +1,6 @@
 """What every test shares: the interpreter for Triton where there is no GPU, and markers by folder."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: "distributed" not in item.keywords)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays: a collection, of which tests ask for many, looks at what they have made since.
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
