@@ -28,28 +28,31 @@ _OTHERS = {"hopper": ("cublas",), "cublas": ("hopper",), "triton": ("cublas",)}
 #: Half of a large tile: more programs, at as many stages in less shared memory.
 NARROW = Tile(128, 64, 64, group=8, parts=4, num_warps=4, num_stages=4)
 
+#: Where fragments of the operands are in registers too (mma, before Hopper), a large tile spills at 128 of them.
+ROOMY = replace(LARGE, maxnreg=None)
+
 #: Of 16-bit operands in aligned rows, with up to 228, 164 and 100 KiB of shared memory a processor.
 TILES = {
     "large": (
         LARGE,
         replace(LARGE, group=16),
         replace(LARGE, num_stages=4),
-        replace(LARGE, num_stages=4, maxnreg=None),
+        replace(LARGE, group=16, num_stages=4),
         NARROW,
         SMALL,
     ),
     "middle": (
-        LARGE,
-        replace(LARGE, group=16),
-        replace(LARGE, num_stages=2),
-        replace(LARGE, block_t=32, num_stages=4),
+        ROOMY,
+        replace(ROOMY, group=16),
+        replace(ROOMY, num_stages=4),
+        replace(ROOMY, block_t=32, num_stages=5),
         NARROW,
         SMALL,
     ),
     "small": (
-        LARGE,
-        replace(LARGE, num_stages=2),
-        replace(LARGE, block_t=32, num_stages=3),
+        ROOMY,
+        replace(ROOMY, group=16),
+        replace(ROOMY, block_t=32, num_stages=4),
         replace(NARROW, num_stages=3),
         SMALL,
         replace(SMALL, num_stages=3),

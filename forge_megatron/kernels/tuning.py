@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,7 +86,12 @@ def tune_cell(
     Raises:
         torch.OutOfMemoryError: there is no room for the copies.
     """
-    slot = of_codes(slot)
+    on_cuda = slot.weight.device.type == "cuda"
+    with torch.cuda.device(slot.weight.device) if on_cuda else nullcontext():
+        return _tune(of_codes(slot), cell, hyperparameters, multiplied, timer)
+
+
+def _tune(slot: Slot, cell: Cell, hyperparameters: Mapping, multiplied: bool, timer: Timer) -> Outcome:
     found = tried(slot, cell)
     random = torch.Generator(slot.weight.device).manual_seed(SEED)
     multiplier = torch.ones((), device=slot.weight.device) if multiplied else None

@@ -154,7 +154,7 @@ def test_a_candidate_with_other_bits_is_dropped_however_fast(tmp_path, monkeypat
     for outcome in found.outcomes.values():
         assert outcome.left_out == {wrong: "other bits"}
         assert wrong not in outcome.us
-        assert str(outcome.chosen) == "triton 128x128x32 g8 p8 w8 s4 r128"
+        assert str(outcome.chosen) == "triton 128x128x32 g8 p8 w8 s5"
     assert f"not {wrong}: other bits" in str(found)
 
 
