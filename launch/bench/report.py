@@ -78,14 +78,18 @@ def end_of_backward(cell: dict) -> int | None:
 def removed(row: dict[str, dict], arm: str) -> tuple[int, int, bool] | None:
     """The bytes that the arm's reference has at the end of backward and the arm has not, beside its owned weights'.
 
-    Weights and states aside; None where nothing is owned or the reference has no number.
+    Weights and states aside. None where nothing is owned, or the reference has no number, owns weights as well, or is
+    a graph where the arm is none.
 
     Returns:
         by the allocator; ``owned_weight_bytes``; whether they are the same within ``SCRATCH`` and the live gradients of
         the two differ by exactly that.
     """
     cell, base = row[arm], reference_of(row, arm)
-    if not cell.get("owned_weight_bytes") or base in ({}, cell) or None in map(end_of_backward, (base, cell)):
+    if not cell.get("owned_weight_bytes") or not base or base.get("owned_weight_bytes"):
+        return None
+    # A graph's memory stays allocated.
+    if cell["phases"].keys() != base["phases"].keys() or None in map(end_of_backward, (base, cell)):
         return None
     beside = [end_of_backward(one) - one["pools"]["weights"] - one["pools"]["states"] for one in (base, cell)]
     live, owned = beside[0] - beside[1], cell["owned_weight_bytes"]
