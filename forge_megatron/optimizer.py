@@ -56,9 +56,10 @@ class ForgeOptimizer(Tunable):
             ``accumulation_steps`` micro-batches is added to the sum in registers and stepped in its own backward; None:
             it waits too. Clipping and ``skip="atomic"`` wait in any case.
         skip: what a gradient that is not finite does. ``"flag"``: its coordinates keep weight, master and states (with
-            states in blocks, the whole block does), without weight decay; the others are stepped (clipped: by the
-            coefficient of such a norm, 0, or with a NaN not at all) and every count rises. No weight becomes infinite
-            or NaN, but a part of the step is taken, from a loss that was wrong.
+            states in blocks, the whole block does; with a rule that reads a whole matrix, the weight), without weight
+            decay; the others are stepped (clipped: by the coefficient of such a norm, 0, or with a NaN not at all) and
+            every count rises. No weight becomes infinite or NaN, but a part of the step is taken, from a loss that was
+            wrong.
             ``"atomic"``: nothing is changed at all; every weight then waits for ``step()``.
         seed, origins: of stochastic rounding, see :class:`~forge_megatron.random_bits.RandomBits`.
         wholes: of the parameters that are shards, where a rule reads more than one coordinate: the weight's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -89,12 +89,12 @@ def plan(
         raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
         raise ValueError(f"skip={skip!r} is unknown; use 'flag' or 'atomic'")
-    if not 0 < gradient_scale < math.inf:
+    if isinstance(gradient_scale, bool) or not isinstance(gradient_scale, Real) or not 0 < gradient_scale < math.inf:
         raise ValueError(f"gradient_scale={gradient_scale!r}; give a number above 0")
     if gradient_scale != 1.0 and sharded:
         raise NotImplementedError("gradient_scale= with weights that fully_shard has sharded; scale the loss")
     if accumulation_steps is not None and (
-        isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1
+        isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, Integral) or accumulation_steps < 1
     ):
         raise ValueError(f"accumulation_steps={accumulation_steps!r}; give a whole number of at least 1")
     _check_sums(accumulation_dtype, sharded)

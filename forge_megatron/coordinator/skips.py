@@ -28,10 +28,12 @@ class Skip:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        first = ", ".join(self.names[:3]) or "a parameter of another rank or optimizer"
         others = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        bad = f"the gradient of {', '.join(self.names[:3])}{others}"
+        if not self.names:
+            bad = "a gradient of another rank or optimizer, or the gradient_multiplier,"
         left = "nothing was changed" if self.whole else "those coordinates were left as they were"
-        return f"step {self.step}: the gradient of {first}{others} is not finite; {left}"
+        return f"step {self.step}: {bad} is not finite; {left}"
 
 
 @dataclass(frozen=True)

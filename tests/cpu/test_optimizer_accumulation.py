@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -355,3 +356,12 @@ def test_a_number_of_micro_batches_without_a_meaning_is_refused(value):
 def test_a_dtype_of_the_sum_that_no_kernel_writes_is_refused(value):
     with pytest.raises(ValueError, match="accumulation_dtype="):
         forge.attach(mlp(6, 4), lr=1e-2, accumulation_steps=2, accumulation_dtype=value)
+
+
+def test_a_number_of_micro_batches_from_numpy_is_one():
+    model = mlp(6, 4)
+    optimizer = forge.attach(model, lr=1e-2, accumulation_steps=np.int64(2))
+    for _ in range(2):
+        model(batch(5, 6)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["step"] == 1

@@ -206,8 +206,8 @@ def test_a_skip_is_logged_and_a_callback_can_be_removed(caplog):  # field log ro
         for step in (1, 2)
     ]
     assert str(Skip(3, False, ())) == (
-        "step 3: the gradient of a parameter of another rank or optimizer is not finite; those coordinates were left "
-        "as they were"
+        "step 3: a gradient of another rank or optimizer, or the gradient_multiplier, is not finite; "
+        "those coordinates were left as they were"
     )
 
 

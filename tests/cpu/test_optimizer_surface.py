@@ -41,6 +41,8 @@ def test_an_option_that_is_not_built(options, match):
         ({"lr": 1e-3, "recipe": "fp4"}, ValueError, "recipe='fp4' is unknown"),
         ({"lr": 1e-3, "recipe": "fp32-state", "state_format": "fp32"}, ValueError, "already names a state format"),
         ({"lr": 1e-3, "skip": "never"}, ValueError, "skip='never' is unknown"),
+        ({"lr": 1e-3, "gradient_scale": "0.5"}, ValueError, "gradient_scale='0.5'"),
+        ({"lr": 1e-3, "gradient_scale": True}, ValueError, "gradient_scale=True"),
         ({"lr": 1e-3, "sharding": "some"}, ValueError, "sharding='some' is unknown"),
         ({"lr": 1e-3, "sharding": "states"}, ValueError, "sharding='states' without process_group="),
         ({"lr": 1e-3, "buckets": forge.Buckets()}, ValueError, "buckets= without process_group="),
