@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.shards import ShardGroup, expect_managed, forget_backward
+from forge_megatron.coordinator.shards import ShardGroup, expect_managed, expect_reduced, forget_backward
 from forge_megatron.kernels import local
 from forge_megatron.linear.half_steps import (
     failed_after_updates,
@@ -137,10 +137,11 @@ class FullySharded:
             raise RuntimeError(f"{self._labels[p]}: a backward is pending; call step() before you {what}")
 
     def expect_usable(self) -> None:
-        """Raises if the last backward failed, or is running."""
+        """Raises if the last backward failed, is running, or has left gradients that are not reduced."""
         self._note_failures(closing=True)
         if self._broken is not None:
             raise RuntimeError(self._broken)
+        expect_reduced(self._groups, self._labels)
 
     def refuse_scaled_updates(self) -> None:
         """GradScaler in immediate mode: raises; weights that were updated with scaled gradients stay an error."""

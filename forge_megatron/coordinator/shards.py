@@ -77,6 +77,23 @@ def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGrou
     return groups
 
 
+def expect_reduced(groups: Iterable[ShardGroup], labels: Mapping[Tensor, str]) -> None:
+    """Raises where FSDP2 keeps a gradient that it was told not to reduce yet.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    for group in groups:
+        for p, record in zip(group.padded, group.records, strict=True):
+            whole = getattr(record, "_unsharded_param", None)
+            kept = record.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+            if kept and p in labels:
+                raise RuntimeError(
+                    f"{labels[p]}: step(), but FSDP2 has not reduced its gradient; run the last micro-batch with "
+                    "set_requires_gradient_sync(True)"
+                )
+
+
 def forget_backward(groups: Iterable[ShardGroup]) -> None:
     """Drops what a backward has left in FSDP2: gradients that are not reduced, and after an exception its end.
 

@@ -41,6 +41,16 @@ def _no_sync_of_replicated_shards():
                 optimizer.step()
                 optimizer.zero_grad()
             expect_equal(contents(net, optimizer), expected, ulps=16)
+    for options in ({}, {"accumulation_steps": 2}):
+        net = shard(Net())
+        optimizer = attach(net, **options)
+        before = contents(net, optimizer)
+        net.set_requires_gradient_sync(False)
+        loss_of(net, 0).backward()
+        with pytest.raises(RuntimeError, match=r"step\(\), but FSDP2 has not reduced its gradient"):
+            optimizer.step()
+        optimizer.zero_grad()
+        expect_equal(contents(net, optimizer), before, ulps=0)
 
 
 def test_no_sync_of_replicated_shards(results):  # row 17

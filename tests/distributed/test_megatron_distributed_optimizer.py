@@ -19,6 +19,7 @@ CASES = {
     "in backward": replace(BASE, clip=0.0),
     "clipped": replace(BASE, clip=0.05),
     "micro-batches, fused head, tied": replace(BASE, micro_batches=2, tied=True, fused_head=True),
+    "in backward, fused head": replace(BASE, clip=0.0, fused_head=True),
     "per-token loss": replace(BASE, micro_batches=2, model={"calculate_per_token_loss": True}),
     "overlap": replace(BASE, clip=0.0, ddp=SHARDED | OVERLAP, optimizer=SHARDED | {"overlap_param_gather": True}),
 }

@@ -46,9 +46,9 @@ class Model(nn.Module):
         return self.head(h)
 
 
-def ids(number: int) -> Tensor:
-    """Micro-batch ``number`` of this rank."""
-    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+def ids(number: int, rank: int | None = None) -> Tensor:
+    """Micro-batch ``number`` of a rank; default: of this one."""
+    generator = torch.Generator().manual_seed(1000 * number + (dist.get_rank() if rank is None else rank))
     return torch.randint(VOCABULARY, (3, 5), generator=generator)
 
 
