@@ -115,8 +115,7 @@ class Capturing(Discarding):
 
         Raises:
             ValueError: parameters that are not all on one CUDA device.
-            NotImplementedError: hooks on ``step()``, weights that ``fully_shard`` has sharded, or a rule that
-                decides on the host (NAdam with ``skip="atomic"``).
+            NotImplementedError: hooks on ``step()``, or weights that ``fully_shard`` has sharded.
         """
         if self._sums is not None:
             raise NotImplementedError("capture() with process_group= is not built; run it eagerly")
@@ -126,12 +125,6 @@ class Capturing(Discarding):
             raise NotImplementedError("capture() with hooks on step(), which a replay would not call; remove them")
         if self._shards.group_of:
             raise NotImplementedError("capture() of weights that fully_shard has sharded is not built; run it eagerly")
-        for label, rule in self._parameters.rules_by_label():
-            if rule.running and self._plan.atomic:
-                raise NotImplementedError(
-                    f"{label}: {rule.name} keeps numbers on the host, which ask whether a step is skipped; capture "
-                    "with skip='flag', or run it eagerly"
-                )
         if warmup < 1:
             raise ValueError(f"warmup={warmup!r}; kernels are compiled in a call that is not captured, give at least 1")
         self._ledger.expect_nothing_pending("capture a step")
@@ -181,7 +174,14 @@ class Capturing(Discarding):
         self._measured = norms_sq.clone(), None if scale is None else scale.clone()
         self._grad_norm = recording.norm.clone()
         names = list(self.names.values())
-        self._skips.observe(self._measured[0], self._grad_norm, names, whole=self._plan.atomic, counts=counts)
+        self._skips.observe(
+            self._measured[0],
+            self._grad_norm,
+            names,
+            whole=self._plan.atomic,
+            counts=counts,
+            running=self._parameters.advanced,
+        )
         self._parameters.close_window()
         self._skips.settle()
 

@@ -34,6 +34,7 @@ class Parameters:
         place: of each parameter among all.
         labels: what errors and tables call them.
         slots: what a step of each reads and writes; a parameter that was never trainable has none.
+        advanced: the running numbers that the last step changed, each with what it was before.
         over_ranks: Σ g² of whole parameters from those of this rank's parts, ``[parameters]``, never in place.
 
     Args:
@@ -79,6 +80,7 @@ class Parameters:
         # Of rules that keep running numbers: the count of updates that scalars were written for, and the
         # numbers after that update.
         self._after: dict[Tensor, tuple[int, tuple[float, ...]]] = {}
+        self.advanced: list[tuple[Tensor, float]] = []
         # Where and when each weight with a master was last written by a step.
         self._written_at: dict[Tensor, tuple[int, int]] = {}
         members: dict[torch.device, list[Tensor]] = {}
@@ -288,10 +290,12 @@ class Parameters:
 
     def advance_running(self) -> None:
         """Brings the running numbers of what was stepped in this window to its new count of updates."""
+        self.advanced = []
         for p, (step, values) in self._after.items():
             state = self._state[p]
             if int(state["step"]) == step:
                 for name, value in zip(self._rule(p).running, values, strict=True):
+                    self.advanced.append((state[name], float(state[name])))
                     state[name].fill_(value)
         self._after.clear()
 

@@ -233,7 +233,14 @@ class Stepping(AcrossRanks):
         self._grad_norm = global_norm(norms_sq, self.reduce_norm_sq, decision.scale) if norm is None else norm
         self._measured = norms_sq, decision.scale
         names = list(self.names.values())
-        self._skips.observe(norms_sq, self._grad_norm, names, whole=decision.skipped is not None, counts=counts)
+        self._skips.observe(
+            norms_sq,
+            self._grad_norm,
+            names,
+            whole=decision.skipped is not None,
+            counts=counts,
+            running=self._parameters.advanced,
+        )
 
     def norms_sq(self) -> Tensor:
         """Σ g² of each parameter's pending gradient, fp32 ``[parameters]`` in the order of the groups.

@@ -343,10 +343,6 @@ class PartialSums(Members):
             self._mark_stepped(p)
         return window.agreed
 
-    def agreed(self) -> list[kernels.Slot]:
-        """Of everything that this window steps."""
-        return [self.slot(p) for p in self._window.agreed]
-
     def slot(self, p: Tensor) -> kernels.Slot:
         return self._client().slot(p)
 

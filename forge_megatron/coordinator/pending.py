@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +62,9 @@ class Pending:
             states: of each parameter, with its ``step``.
 
         Returns:
-            The step counts that were raised; empty if the step was not taken for certain.
+            The step counts that were raised.
         """
         multiplier, with_norms = decision.multiplier, decision.norm is None
-        if decision.skipped is not None and not skips_on_device(self.slots()) and bool(decision.skipped):
-            return []
         counts: list[Tensor] = []
         for device, slots in self.ordinary.items():
             grads, common = self._scaled(slots, multiplier)
@@ -110,14 +108,6 @@ class Pending:
 
     def slots(self) -> list[kernels.Slot]:
         return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
-
-
-def skips_on_device(slots: Iterable[kernels.Slot]) -> bool:
-    """A multiplier of NaN leaves every bit of a weight and its states as it is.
-
-    Where a rule keeps numbers on the host (running products) the host waits for the flag.
-    """
-    return not any(slot.rule.running for slot in slots)
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

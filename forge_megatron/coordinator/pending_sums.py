@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forge_megatron.coordinator.decision import Decision
 from forge_megatron.coordinator.partial import PartialSums
-from forge_megatron.coordinator.pending import Pending, skips_on_device
+from forge_megatron.coordinator.pending import Pending
 from forge_megatron.linear.counts import raise_counts
 
 
@@ -31,9 +31,6 @@ class PendingSums:
 
     def apply(self, decision: Decision, states: Mapping[Tensor, Mapping[str, Tensor]]) -> list[Tensor]:
         """As :meth:`Pending.apply`; what backward has stepped counts too."""
-        schedule = self.schedule
-        if decision.skipped is not None and not skips_on_device(schedule.agreed()) and bool(decision.skipped):
-            return []
-        counts = [states[p]["step"] for p in schedule.step_all(decision.multiplier)]
+        counts = [states[p]["step"] for p in self.schedule.step_all(decision.multiplier)]
         raise_counts(counts)
         return counts + self.reduced.apply(decision, states)

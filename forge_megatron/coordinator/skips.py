@@ -46,13 +46,14 @@ class _Unread:
     names: Sequence[str]
     whole: bool
     counts: Sequence[Tensor]
+    running: Sequence[tuple[Tensor, float]]
 
 
 class Skips:
     """Reads the norms of a step once they have reached the host, at the latest one step later.
 
-    A step that is skipped on the device has been counted on the host by then: its step counts are taken back,
-    before the next update's bias corrections are computed from them.
+    A step that is skipped on the device has been counted on the host by then: its step counts and its rules' running
+    numbers are taken back, before the next update's bias corrections are computed from them.
 
     Attributes:
         count: steps whose gradient was not finite, as far as they have been read.
@@ -70,7 +71,14 @@ class Skips:
         self._unread: deque[_Unread] = deque()
 
     def observe(
-        self, norms: Tensor, total: Tensor, names: Sequence[str], *, whole: bool, counts: Sequence[Tensor]
+        self,
+        norms: Tensor,
+        total: Tensor,
+        names: Sequence[str],
+        *,
+        whole: bool,
+        counts: Sequence[Tensor],
+        running: Sequence[tuple[Tensor, float]],
     ) -> None:
         """Notes a step that has just been launched.
 
@@ -80,6 +88,7 @@ class Skips:
             names: of the parameters.
             whole: the step was not taken if ``total`` is not finite.
             counts: the step counts that were raised, on the host.
+            running: the running numbers that were changed, with what they were before.
         """
         if self.held:
             return
@@ -90,7 +99,7 @@ class Skips:
             values = values.to("cpu", non_blocking=True)
             arrived = torch.Event("cuda")
             arrived.record(torch.cuda.current_stream(total.device))
-        self._unread.append(_Unread(self._steps, values, arrived, names, whole, counts))
+        self._unread.append(_Unread(self._steps, values, arrived, names, whole, counts, running))
 
     def settle_counts(self) -> None:
         """Before a step's bias corrections are computed: waits where the last step may not have been taken.
@@ -118,6 +127,8 @@ class Skips:
         if unread.whole and bad[-1]:
             for count in unread.counts:
                 count.sub_(1)
+            for number, before in unread.running:
+                number.fill_(before)
         self.count += 1
         names = tuple(name for name, is_bad in zip(unread.names, bad[:-1].tolist(), strict=True) if is_bad)
         self.by_name.update(names)

@@ -37,9 +37,9 @@ class Replayer:
 
         def replay():
             host = [(counter, counter.clone()) for counter in parameters.counters()]
-            now = parameters._written, dict(parameters._after)
+            now = parameters._written, dict(parameters._after), parameters.advanced
             # The recording has closed the window of its own replay.
-            parameters._written, after = opened.pop() if opened else now
+            parameters._written, after = opened.pop() if opened else now[:2]
             parameters._after.update(after)
             # What the device reads of the host is written by now, or never.
             assert parameters._written is not None
@@ -54,6 +54,7 @@ class Replayer:
                 counter.copy_(value)
             parameters._written = now[0]
             parameters._after.update(now[1])
+            parameters.advanced = now[2]
 
         return made, replay
 

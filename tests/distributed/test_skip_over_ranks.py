@@ -107,7 +107,9 @@ def _poisoned(module, inputs, output):
     output.register_hook(lambda grad: grad * torch.nan)
 
 
-def _data_parallel(sharding: str, recipe: str | None, micro_batches: int, clip: float | None) -> dict:
+def _data_parallel(
+    sharding: str, recipe: str | None, micro_batches: int, clip: float | None, rule: str = "adamw"
+) -> dict:
     """The gradient of the first layer is NaN in the last micro-batch of one rank, in the second and the third step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -118,7 +120,7 @@ def _data_parallel(sharding: str, recipe: str | None, micro_batches: int, clip: 
     else:
         ranks = {"process_group": dist.group.WORLD, "sharding": sharding}
     options = {"accumulation_steps": micro_batches, "clip_grad_norm": clip, "recipe": recipe, **ranks}
-    optimizer = forge.attach(model, lr=1e-2, skip="atomic", **options)
+    optimizer = forge.attach(model, rule, lr=1e-2, skip="atomic", **options)
     kept = []
     for step in range(4):
         before = _held(model, optimizer)
@@ -142,6 +144,9 @@ SHARDINGS = {
     "states, master, accumulated, clipped": ("states", "fp32-master", 3, 0.5),
     "FSDP2, sr-store, accumulated": ("full", "sr-store", 2, None),
     "FSDP2, clipped": ("full", None, 1, 0.5),
+    # Its product of momenta is kept on the host.
+    "states, nadam": ("states", None, 1, None, "nadam"),
+    "FSDP2, nadam": ("full", None, 1, None, "nadam"),
 }
 
 

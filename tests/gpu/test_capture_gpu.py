@@ -71,6 +71,7 @@ def train(model, options, *, captured):
         (torch.bfloat16, {"recipe": "sr-store"}),
         (torch.bfloat16, {"recipe": "fp32-master", "clip_grad_norm": 0.1}),
         (torch.bfloat16, {"skip": "atomic"}),
+        (torch.bfloat16, {"rule": "nadam", "skip": "atomic"}),
         (torch.bfloat16, {"backend": "triton"}),
         # Steps 1, 5 and 9 refresh projections, and run as they are.
         (torch.bfloat16, {"rule": "galore", "rank": 8, "update_proj_gap": 4}),

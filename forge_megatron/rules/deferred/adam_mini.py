@@ -58,7 +58,7 @@ def settle(numbers, statistics, h, layer):
     ((old,), (rows,)) = statistics, numbers
     of_blocks = rows.view(-1) if rows.numel() == old.numel() else rows.view(old.numel(), -1).mean(dim=1)
     new = torch.lerp(old, of_blocks, h[2])
-    return (new,), (new.repeat_interleave(rows.numel() // new.numel()).view(rows.shape),)
+    return (new,), (new.repeat_interleave(rows.numel() // max(1, new.numel())).view(rows.shape),)
 
 
 def update(g, w, states, h):

@@ -62,7 +62,10 @@ def fits(group: Mapping, shape: torch.Size) -> None:
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
-    return (1.0 - momentum, momentum, 1.0 - lr * float(group["weight_decay"]), lr)
+    # The second as torch's lerp has it, from a momentum that is rounded to fp32: Newton-Schulz rounds its input to
+    # bf16, where one rounding of fp32 more decides between two neighbours.
+    rest = 1.0 - torch.tensor(momentum, dtype=torch.float32).item()
+    return (1.0 - momentum, rest, 1.0 - lr * float(group["weight_decay"]), lr)
 
 
 def heavy_ball(g, w, states, h):
@@ -72,9 +75,9 @@ def heavy_ball(g, w, states, h):
 
 
 def nesterov(g, w, states, h):
-    weight, _ = h
+    weight, rest = h
     momentum = tl.fma(g - states[0], weight, states[0])
-    return momentum - (momentum - g) * weight, (momentum,)
+    return tl.fma(g - momentum, rest, momentum), (momentum,)
 
 
 def scale(rows: int, columns: int, convention: str | None) -> float:
