@@ -27,18 +27,6 @@ def check_capture(recipe: Recipe, device: str) -> None:
         raise RecipeError("model.num_experts", "experts' tokens are counted on the host: set run.capture=false")
     if recipe.model.dropout and recipe.model.recompute != "none":
         raise RecipeError("model.recompute", "with dropout no graph draws a mask again: set one of them to none or 0")
-    _check_rule(recipe)
-
-
-def _check_rule(recipe: Recipe) -> None:
-    from forge_megatron import rules
-
-    waits = recipe.optimizer.clip_grad > 0 or recipe.micro_batches > 1 or recipe.batch.per_token_loss
-    if rules.get(recipe.optimizer.rule).running and (waits or recipe.optimizer.update == "step"):
-        raise RecipeError(
-            "optimizer.rule",
-            f"{recipe.optimizer.rule} asks the host whether a step was taken: run.capture=false, or let nothing wait",
-        )
 
 
 def captured_step(recipe: Recipe, chunks: list, optimizer) -> CapturedTrainStep:

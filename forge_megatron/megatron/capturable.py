@@ -12,7 +12,6 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.tensor_parallel import random
 from torch import nn
 
-from forge_megatron.groups import rule_of
 from forge_megatron.megatron.conversion import unwrap
 from forge_megatron.megatron.optimizer import ForgeChainedOptimizer, ForgeMegatronOptimizer
 
@@ -101,10 +100,6 @@ def _of_optimizer(pair: ForgeMegatronOptimizer) -> Iterator[tuple[str, object, s
     grouped = next((p for p in dense if getattr(p, "grad_norm_group", None) is not None), None)
     if grouped is not None:
         yield "grad_norm_group", grouped.grad_norm_group, f"{pair.layout.names[grouped]} is clipped by another norm"
-    rules = [rule_of(group, pair.forge.rule) for group in pair.forge.param_groups]
-    running = next((rule.name for rule in rules if rule.running), None)
-    if pair.waits and running is not None:
-        yield "rule", running, "it keeps numbers on the host, which ask whether a step is skipped; run eagerly"
 
 
 def _of_random_numbers(model: nn.Module) -> Iterator[tuple[str, object, str]]:

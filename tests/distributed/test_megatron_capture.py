@@ -99,13 +99,14 @@ def _infinite(index: int, run: Run, batches: list) -> None:
 
 
 @workers
-def _skips() -> list[dict[str, Any]]:
-    return _both(CASE, _infinite)
+def _skips() -> dict[str, list[dict[str, Any]]]:
+    return {rule: _both(replace(CASE, forge={"rule": rule}), _infinite) for rule in ("adamw", "nadam")}
 
 
-def test_a_norm_that_is_not_finite_skips_the_step_whole(results):
+@pytest.mark.parametrize("rule", ["adamw", "nadam"])
+def test_a_norm_that_is_not_finite_skips_the_step_whole(rule, results):
     """One in the warm-up, and one that is replayed: nothing is changed or counted, by neither optimizer."""
-    eager, captured = results["_skips"][0]
+    eager, captured = results["_skips"][0][rule]
     assert [success for _, success, _ in captured["told"]] == [index not in (1, 5) for index in range(7)]
     assert captured["recorded"] == 1
     assert {float(state["step"]) for states in captured["states"] for state in states.values()} == {5.0}
@@ -154,7 +155,6 @@ REFUSED = {
     "grad_norm_skip_threshold": {},
     "recompute_granularity": {"model": {"recompute_granularity": "selective", "hidden_dropout": 0.1}},
     "loss_scale": {"dtype": torch.bfloat16, "optimizer": {"loss_scale": 8.0}},
-    "rule": {"forge": {"rule": "nadam"}},
     "timers": {},
     "rerun_mode": {},
 }
