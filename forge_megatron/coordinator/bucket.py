@@ -7,9 +7,10 @@ it holds that rank's rows of every weight in the bucket.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from forge_megatron.formats.code import BLOCK
 #: Elements that each piece's start is a multiple of: vector accesses of 16 bytes in every dtype.
 ALIGNMENT = 16
 
+#: Bytes of a bucket of no given size: one of so many of a model's gradients, and its limits.
+SHARE, LEAST, MOST = 32, 1 << 20, 256 << 20
+
 WIRE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -27,7 +31,8 @@ class Buckets:
     """How gradients that are partial over ranks are summed (:func:`forge_megatron.attach`'s ``buckets=``).
 
     Attributes:
-        nbytes: of one bucket. A weight that is larger is sent in chunks of rows; one row is never cut, nor 64
+        nbytes: of one bucket; None: a thirty-second of all gradients, at most 256 MiB, as each bucket costs the host a
+            fixed time. A weight that is larger is sent in chunks of rows; one row is never cut, nor 64
             coordinates of a vector that may share a scale, nor a weight whose rule reads more of it than one
             coordinate, for which every bucket has room.
         count: buckets in turn: one is being filled while others are on the wire or being stepped.
@@ -39,7 +44,7 @@ class Buckets:
         timeout: seconds after which a rank that the others wait for is an error.
     """
 
-    nbytes: int = 128 << 20
+    nbytes: int | None = None
     count: int = 3
     wire_dtype: torch.dtype | None = None
     average: bool = True
@@ -49,6 +54,8 @@ class Buckets:
     def __post_init__(self):
         for name, least in (("nbytes", 1), ("count", 2)):
             value = getattr(self, name)
+            if name == "nbytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"buckets: {name}={value!r}; give a whole number of at least {least}")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
@@ -61,6 +68,13 @@ class Buckets:
         if self.wire_dtype is not None:
             return self.wire_dtype
         return torch.bfloat16 if p.dtype is torch.bfloat16 else torch.float32
+
+    def sized(self, params: Iterable[Tensor]) -> Buckets:
+        """The same with a size, for a model of ``params``."""
+        if self.nbytes is not None:
+            return self
+        total = sum(p.numel() * self.wire(p).itemsize for p in params)
+        return replace(self, nbytes=min(max(total // SHARE, LEAST), MOST))
 
 
 def extent(p: Tensor) -> int:
@@ -84,8 +98,15 @@ def share_of(p: Tensor, parts: int) -> int:
 
 def part_rows(p: Tensor, parts: int, part: int) -> slice:
     """The rows of ``p`` that belong to one of ``parts``."""
-    share = share_of(p, parts)
-    return slice(min(part * share, extent(p)), min((part + 1) * share, extent(p)))
+    return _rows(extent(p), unit_rows(p), parts, part, 0, extent(p))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _rows(extent: int, unit: int, parts: int, part: int, first: int, end: int) -> slice:
+    """Rows ``first`` to ``end`` of one part, as the weight's own: asked twice a piece and step."""
+    share = min(round_up(-(-extent // parts), unit), extent)
+    start, stop = min(part * share, extent), min((part + 1) * share, extent)
+    return slice(min(start + first, stop), min(start + end, stop))
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:
@@ -111,8 +132,7 @@ class Piece:
 
     def rows(self, parts: int, part: int) -> slice:
         """The weight's own rows in one part; fewer than ``end - first``, or none, at the weight's end."""
-        share = part_rows(self.param, parts, part)
-        return slice(min(share.start + self.first, share.stop), min(share.start + self.end, share.stop))
+        return _rows(extent(self.param), unit_rows(self.param), parts, part, self.first, self.end)
 
     def view(self, part: Tensor, rows: slice) -> Tensor:
         """``rows`` as they lie in ``part``, a flat stretch of the bucket; shaped as those rows of the weight."""
@@ -130,12 +150,14 @@ class Bucket:
         flags: where a part has one element for each piece, above 0 after the sum if any rank had a gradient.
         length: of one part, in elements.
         dtype: on the wire.
+        memo: what is kept of it from step to step.
     """
 
     pieces: tuple[Piece, ...]
     flags: int
     length: int
     dtype: torch.dtype
+    memo: dict = field(default_factory=dict, repr=False)
 
     def params(self) -> set[Tensor]:
         return {piece.param for piece in self.pieces}
@@ -166,7 +188,7 @@ def _width(p: Tensor, options: Buckets, gathered: bool) -> int:
 def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
     """Elements of a part of a bucket that ``p`` is put in."""
     least = share_of(p, parts) if p in uncut else min(unit_rows(p), share_of(p, parts))
-    return max(options.nbytes // (size * parts), least * columns(p))
+    return max((options.nbytes or MOST) // (size * parts), least * columns(p))
 
 
 def cut(

@@ -13,15 +13,24 @@ from torch import Tensor
 from forge_megatron.coordinator.bucket import ALIGNMENT, Bucket, Piece, extent, round_up, rows_of
 from forge_megatron.formats import in_memory
 
-
-def in_buffer(bucket: Bucket, buffer: Tensor, parts: int) -> Tensor:
-    """What they take of a uint8 buffer, ``[parts, bytes]``; never more than the bucket's gradients and flags."""
-    length = sum(size for piece in bucket.pieces for size in _sizes(piece))
-    return buffer[: parts * length].view(parts, length)
+Place = tuple[Piece, Tensor, Tensor]
 
 
-def places(bucket: Bucket, stretch: Tensor, parts: int, part: int) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-    """Each piece, a tensor of its rows as it lies in one part's stretch of :func:`in_buffer`, and in the weight."""
+def in_buffer(bucket: Bucket, buffer: Tensor, parts: int) -> tuple[Tensor, list[list[Place]]]:
+    """What they take of a uint8 buffer, ``[parts, bytes]``, never more than the bucket's gradients and flags; and of
+    each part, each piece, a tensor of its rows as it lies there, and in the weight. Kept until a weight moves.
+    """
+    lie = buffer.data_ptr(), *(in_memory(piece.param)[0].data_ptr() for piece in bucket.pieces)
+    known = bucket.memo.get(lie[0])
+    if known is None or known[0] != lie:
+        length = sum(size for piece in bucket.pieces for size in _sizes(piece))
+        weights = buffer[: parts * length].view(parts, length)
+        found = [list(_places(bucket, stretch, parts, part)) for part, stretch in enumerate(weights)]
+        known = bucket.memo[lie[0]] = lie, weights, found
+    return known[1:]
+
+
+def _places(bucket: Bucket, stretch: Tensor, parts: int, part: int) -> Iterator[Place]:
     start = 0
     for piece in bucket.pieces:
         rows = piece.rows(parts, part)

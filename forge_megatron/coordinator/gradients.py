@@ -68,5 +68,7 @@ def fill(buffer: Tensor, bucket: Bucket, piece: Piece, gradient, parts: int) -> 
         rows = piece.rows(parts, part)
         if rows.stop > rows.start:
             gradient.write(rows, piece.view(stretch, rows))
-        end = piece.offset + (piece.end - piece.first) * columns(piece.param)
-        stretch[piece.offset + (rows.stop - rows.start) * columns(piece.param) : end].zero_()
+        missing = piece.end - piece.first - (rows.stop - rows.start)
+        if missing:
+            end = piece.offset + (piece.end - piece.first) * columns(piece.param)
+            stretch[end - missing * columns(piece.param) : end].zero_()

@@ -41,6 +41,7 @@ class Members:
             NotImplementedError: parameters on several devices.
         """
         names = self._client().names
+        self.options = self.options.sized(names)
         devices = {p.device for p in names}
         if len(devices) > 1:
             raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")

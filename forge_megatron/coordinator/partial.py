@@ -8,7 +8,7 @@ backward, ``.grad``) is sent after the ranks have met. So ranks whose graphs dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, columns, cut, extent, rows_of
+from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, cut, extent
 from forge_megatron.coordinator.filler import Filler, Gradient
 from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
+from forge_megatron.coordinator.held import HeldPieces
 from forge_megatron.coordinator.members import Members
 from forge_megatron.coordinator.pending import Pending
 from forge_megatron.coordinator.pipeline import Pipeline, Route
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client, Window
-from forge_megatron.formats.code import scale_rows
 from forge_megatron.kernels import FormedRows, GroupedRows
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
+
+#: Selections of parameters whose buckets are kept: a model whose parts are used by turns has several.
+_MAX_CUTS = 16
 
 
 class PartialSums(Members):
@@ -53,9 +56,12 @@ class PartialSums(Members):
         self.backend = backend
         self._scale = scale / ranks.size if options.average else scale
         self._pipeline: Pipeline | None = None
+        self._pipeline_for = 0
         self._late: set[Tensor] = set()
         self._window = Window()
         self._filler: Filler | None = None
+        self._held = HeldPieces()
+        self._cuts: dict[tuple, list[Bucket]] = {}
 
     # ---- what a schedule adds
 
@@ -148,14 +154,16 @@ class PartialSums(Members):
     def expect_storable(self, label: str, rule: Rule, shape: torch.Size) -> None:
         """Raises ``NotImplementedError`` for a parameter of ``shape`` that this schedule cannot step by ``rule``."""
 
-    def _fill(self, params: Iterable[Tensor], norms: torch.dtype = torch.float32) -> Filler:
-        filler = Filler(self._cut(params), self.parts, self._gradient, self._written)
-        places = torch.zeros(len(filler.pieces), dtype=norms, device=self.device).unbind()
-        self._window.places.update(zip(filler.pieces, places, strict=True))
-        return filler
+    def _fill(self, params: Sequence[Tensor]) -> Filler:
+        return Filler(self._cut(params), self.parts, self._gradient, self._written)
 
-    def _cut(self, params: Iterable[Tensor]) -> list[Bucket]:
-        return cut(params, self.options, self.parts, **self._layout())
+    def _cut(self, params: Sequence[Tensor]) -> list[Bucket]:
+        key = tuple((id(p), p.dtype) for p in params)
+        if key not in self._cuts:
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            self._cuts[key] = cut(params, self.options, self.parts, **self._layout())
+        return self._cuts[key]
 
     def _layout(self) -> dict[str, Any]:
         client = self._client()
@@ -181,9 +189,11 @@ class PartialSums(Members):
 
     @property
     def pipeline(self) -> Pipeline:
-        if self._pipeline is None:
-            nbytes, count = self._memory(list(self._client().names))
-            self._pipeline = Pipeline(nbytes, count, self.device, self.ranks.wait)
+        params = list(self._client().names)
+        if self._pipeline is None or self._pipeline_for != len(params):
+            # What a group that has joined needs may be more.
+            self._pipeline = Pipeline(*self._memory(params), self.device, self.ranks.wait)
+            self._pipeline_for = len(params)
         return self._pipeline
 
     def _memory(self, params: list[Tensor]) -> tuple[int, int]:
@@ -220,22 +230,7 @@ class PartialSums(Members):
             # A rank without rows takes part in what the others ask about the whole.
             if rows.stop == rows.start and slot.whole is WHOLE:
                 continue
-            held = slice(piece.first, piece.first + rows.stop - rows.start)
-            blocks = scale_rows(piece.param, held)
-            before = rows.start * columns(piece.param)
-            slots.append(
-                replace(
-                    slot,
-                    weight=rows_of(slot.weight, rows),
-                    states=tuple(rows_of(state, held) for state in slot.states),
-                    master=None if slot.master is None else rows_of(slot.master, held),
-                    scales=tuple(rows_of(scale, blocks) for scale in slot.scales),
-                    noise=None if slot.noise is None else slot.noise.after(before),
-                    update_norm_sq=None,
-                    late_norms=None,
-                    norm_sq=self.norm_of(piece) if with_norms else None,
-                )
-            )
+            slots.append(self._held.slot(slot, piece, rows, self.norm_of(piece) if with_norms else None))
             grad = piece.view(stretch, rows)
             grads.append(grad if each is None else grad.float() * each[piece.param])
         common = multiplier if each is None else None
@@ -249,9 +244,9 @@ class PartialSums(Members):
         """Keeps this rank's part of a summed bucket to the end of the window."""
         self._window.kept.append((bucket, mine.clone()))
 
-    def norm_of(self, piece: Piece) -> Tensor:
-        """Where Σ g² of a piece goes, 0-dim."""
-        norm = self._window.places[piece]
+    def norm_of(self, piece: Piece, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Where Σ g² of a piece of this window goes, 0-dim."""
+        norm = self._held.norm(piece, dtype)
         self._window.norms.setdefault(piece.param, []).append(norm)
         return norm
 
@@ -323,7 +318,7 @@ class PartialSums(Members):
         if window.kept is None:
             window.kept = []
             window.stepping |= window.agreed
-            filler = self._fill(self._in_order(window.agreed), torch.float64)
+            filler = self._fill(self._in_order(window.agreed))
             filler.advance(self.pipeline, self.route_kept, window.agreed, closing=True)
             self.pipeline.drain()
             self._close_norms(partial=True)

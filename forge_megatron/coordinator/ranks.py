@@ -45,6 +45,7 @@ class Ranks:
         self._limit = limit
         self._deterministic = deterministic and self.size > 2
         backend = dist.get_backend(group)
+        self._on_device = "nccl" in backend
         self.group = own_group(members, "gradients", backend, max(limit, timedelta(minutes=1)))
         self._hosts = own_group(members, "hosts", "gloo", limit)
         self._calls = 0
@@ -58,7 +59,7 @@ class Ranks:
         Raises:
             RuntimeError: a rank did not take part within the time limit.
         """
-        if "nccl" in dist.get_backend(self.group):
+        if self._on_device:
             work.wait()
             return
         try:

@@ -35,7 +35,7 @@ class Replicated(PartialSums):
         for piece in self.stepped(bucket):
             end = piece.offset + (piece.end - piece.first) * columns(piece.param)
             here = mine[max(piece.offset - start, 0) : max(end - start, 0)]
-            self.norm_of(piece).copy_(torch.linalg.vector_norm(here, dtype=torch.float64).square())
+            self.norm_of(piece, torch.float64).copy_(torch.linalg.vector_norm(here, dtype=torch.float64).square())
 
     def route_from_kept(self, bucket: Bucket, mine: Tensor, buffer: Tensor, multiplier: Tensor | None) -> Route:
         elements = bucket.elements(buffer, 1, bucket.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_megatron.coordinator.bucket import Bucket, Buckets, part_rows, rows_of
-from forge_megatron.coordinator.gathered import copy, in_buffer, places
+from forge_megatron.coordinator.gathered import copy, in_buffer
 from forge_megatron.coordinator.partial import PartialSums
 from forge_megatron.coordinator.parts import Part, PartOfPart
 from forge_megatron.coordinator.pipeline import Route
@@ -75,7 +75,7 @@ class ShardedStates(PartialSums):
         self.keep(bucket, mine)
         for piece in self.stepped(bucket):
             here = piece.view(mine, piece.rows(self.parts, self.ranks.rank))
-            self.norm_of(piece).copy_(torch.linalg.vector_norm(here, dtype=torch.float64).square())
+            self.norm_of(piece, torch.float64).copy_(torch.linalg.vector_norm(here, dtype=torch.float64).square())
 
     def route_from_kept(self, bucket: Bucket, mine: Tensor, buffer: Tensor, multiplier: Tensor | None) -> Route:
         self.step_pieces(bucket, mine, self.ranks.rank, multiplier, with_norms=False)
@@ -124,11 +124,10 @@ class ShardedStates(PartialSums):
 
     def _gather_weights(self, bucket: Bucket, buffer: Tensor) -> Route:
         stepped = set(self.stepped(bucket))
-        weights = in_buffer(bucket, buffer, self.parts)
+        weights, parts = in_buffer(bucket, buffer, self.parts)
         mine, theirs = [], []
-        for part, stretch in enumerate(weights):
+        for part, found in enumerate(parts):
             pairs = mine if part == self.ranks.rank else theirs
-            found = places(bucket, stretch, self.parts, part)
             pairs += [(there, weight) for piece, there, weight in found if piece in stepped]
         copy(mine)
         yield self.ranks.all_gather(weights.view(-1))

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.bucket import Bucket, Piece
+from forge_megatron.coordinator.bucket import Bucket
 from forge_megatron.linear import OwnedWeight
 
 
@@ -40,7 +40,6 @@ class Window:
         done: what has been sent.
         agreed: the parameters of which any rank has a gradient; None before the ranks have met in ``step()``.
         kept: this rank's part of every summed bucket, where a norm over all of them comes before the first step.
-        places: where Σ g² of each piece goes, 0-dim.
         norms: those of each parameter's pieces that were stepped or kept here.
     """
 
@@ -50,5 +49,4 @@ class Window:
     done: set[Tensor] = field(default_factory=set)
     agreed: set[Tensor] | None = None
     kept: list[tuple[Bucket, Tensor]] | None = None
-    places: dict[Piece, Tensor] = field(default_factory=dict)
     norms: dict[Tensor, list[Tensor]] = field(default_factory=dict)

@@ -135,13 +135,14 @@ def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | Non
     )
 
 
-def wgrad_write(segments: Sequence[Segment], out: Tensor) -> None:
-    """Write the gradient of one pair of 16-bit factors to ``out``, contiguous, of their dtype or fp32."""
+def wgrad_write(segments: Sequence[Segment], out: Tensor, *, adds: bool = False) -> None:
+    """Write the gradient of one pair of 16-bit factors to ``out``, contiguous, of their dtype or fp32, or add it."""
     ((dy, x),) = segments
-    if out.dtype is dy.dtype:
-        torch.mm(dy.t(), x, out=out)
+    other = {} if out.dtype is dy.dtype else {"out_dtype": out.dtype}
+    if adds:
+        torch.addmm(out, dy.t(), x, out=out, **other)
     else:
-        torch.mm(dy.t(), x, out_dtype=out.dtype, out=out)
+        torch.mm(dy.t(), x, out=out, **other)
 
 
 def gradient(shape: torch.Size, segments: Sequence[Segment]) -> Tensor:

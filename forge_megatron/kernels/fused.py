@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backend import WGRAD_ONLY, resolve_backend
-from .choice import adds_by_hopper, choose_launch, measures_apart
+from .choice import adds_by_cublas, adds_by_hopper, choose_launch, measures_apart
 from .gram import gram_norm_sq, pays
 from .slot import Segment, Slot
 from .tuned import Candidate
@@ -100,8 +100,9 @@ def wgrad_norms_sq(factors: Sequence[Sequence[Segment]], outs: Sequence[Tensor],
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> None:
     """Write the gradient to ``out``, which may be ``accumulator``."""
-    if backend in ("auto", "cublas") and _one_gemm(segments, out, accumulator):
-        _wgrad_only("cublas").wgrad_write(segments, out)
+    adds = backend == "auto" and adds_by_cublas(out, accumulator)
+    if (adds or (backend in ("auto", "cublas") and accumulator is None)) and _one_gemm(segments, out):
+        _wgrad_only("cublas").wgrad_write(segments, out, adds=adds)
         return
     if backend == "hopper" or (backend == "auto" and adds_by_hopper(out, accumulator)):
         hopper = _wgrad_only("hopper")
@@ -113,7 +114,9 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
 
 def forms_alone(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None, backend: str) -> bool:
     """Whether :func:`wgrad_write` forms such a gradient better than a kernel that measures it too."""
-    return _one_gemm(segments, out, accumulator) and measures_apart(segments[0][0].dtype, out.device, backend)
+    return (
+        accumulator is None and _one_gemm(segments, out) and measures_apart(segments[0][0].dtype, out.device, backend)
+    )
 
 
 def measure(
@@ -169,9 +172,9 @@ def _module(backend: str, part: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
 
-def _one_gemm(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None) -> bool:
-    """Whether one call of cuBLAS gives ``G`` with one rounding."""
-    if accumulator is not None or len(segments) != 1 or not out.is_contiguous() or not out.is_cuda:
+def _one_gemm(segments: Sequence[Segment], out: Tensor) -> bool:
+    """Whether one call of cuBLAS gives ``G``, or adds it to ``out``, with one rounding."""
+    if len(segments) != 1 or not out.is_contiguous() or not out.is_cuda:
         return False
     dy, x = segments[0]
     half = dy.dtype in (torch.bfloat16, torch.float16) and dy.dtype is x.dtype

@@ -113,3 +113,20 @@ def test_many_norms_at_once(dtype, formed, monkeypatch):
     first = torch.stack(outs)
     kernels.wgrad_norms_sq(given, outs, accumulators=[None] * len(outs), shapes=shapes)
     assert torch.equal(torch.stack(outs), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(136, 1040), (2048, 2048), (8192, 5120), (131, 77)])
+def test_a_sum_has_one_rounding_whichever_kernel_adds(shape, dtype):
+    # Whole numbers, whose sums are exact in fp32 in any order.
+    def whole(*extents, largest=3):
+        return torch.randint(-largest, largest + 1, extents, device="cuda").to(torch.bfloat16)
+
+    torch.manual_seed(3)
+    total = whole(*shape, largest=100).to(dtype)
+    want = total.double()
+    for tokens in (64, 200):
+        dy, x = whole(tokens, shape[0]), whole(tokens, shape[1])
+        want = (want + dy.double().t() @ x.double()).to(dtype).double()
+        kernels.wgrad_accumulate([(dy, x)], total)
+    assert torch.equal(total.double(), want)
