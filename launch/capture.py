@@ -25,6 +25,8 @@ def check_capture(recipe: Recipe, device: str) -> None:
             raise RecipeError(key, f"{recipe.get(key)}: run.capture is for one GPU: set it to 1, or run.capture=false")
     if recipe.model.num_experts is not None:
         raise RecipeError("model.num_experts", "experts' tokens are counted on the host: set run.capture=false")
+    if recipe.run.deterministic:
+        raise RecipeError("run.deterministic", "torch's deterministic index_put asks the device: set run.capture=false")
     if recipe.model.dropout and recipe.model.recompute != "none":
         raise RecipeError("model.recompute", "with dropout no graph draws a mask again: set one of them to none or 0")
 

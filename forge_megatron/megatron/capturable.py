@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core import parallel_state, rerun_state_machine
+from megatron.core import package_info, parallel_state, rerun_state_machine
 from megatron.core.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from forge_megatron.megatron.conversion import unwrap
@@ -24,6 +25,8 @@ _FLAGS = {
     "overlap_grad_reduce": "there is one rank; turn it off",
     "timers": "they wait for the device; set config.timers to None",
 }
+# Versions whose finalize_model_grads asks whether there are any.
+_READ_TOKENS = ("0.16.", "0.17.", "0.18.")
 
 
 def generators() -> list[torch.Generator]:
@@ -60,7 +63,10 @@ def _obstacles(optimizer, model_chunks: Sequence[nn.Module]) -> Iterator[tuple[s
     mode = RerunMode.DISABLED if machine is None else machine.get_mode()
     if mode is not RerunMode.DISABLED:
         yield "rerun_mode", mode.value, "a step that is run again is not the one that was captured; set it to disabled"
-    yield from _of_random_numbers(unwrap(model_chunks[0]))
+    model = unwrap(model_chunks[0])
+    yield from _of_random_numbers(model.config)
+    if next(model.parameters()).is_cuda:
+        yield from _of_device(model.config)
 
 
 def _of_ranks() -> Iterator[tuple[str, object, str]]:
@@ -102,15 +108,19 @@ def _of_optimizer(pair: ForgeMegatronOptimizer) -> Iterator[tuple[str, object, s
         yield "grad_norm_group", grouped.grad_norm_group, f"{pair.layout.names[grouped]} is clipped by another norm"
 
 
-def _of_random_numbers(model: nn.Module) -> Iterator[tuple[str, object, str]]:
-    dropout = max(model.config.hidden_dropout, model.config.attention_dropout)
-    if dropout > 0 and model.config.recompute_granularity is not None:
-        yield "recompute_granularity", model.config.recompute_granularity, f"with dropout={dropout} it draws masks anew"
-    tracker = random.get_cuda_rng_tracker()
-    on_gpu = next(model.parameters()).is_cuda
-    if on_gpu and not random.is_graph_safe_cuda_rng_tracker(tracker):
-        yield (
-            "use_cudagraphable_rng",
-            False,
-            "Megatron's RNG tracker reads its states on the host; pass it to model_parallel_cuda_manual_seed()",
-        )
+def _of_random_numbers(config: TransformerConfig) -> Iterator[tuple[str, object, str]]:
+    dropout = max(config.hidden_dropout, config.attention_dropout)
+    if dropout > 0 and config.recompute_granularity is not None:
+        yield "recompute_granularity", config.recompute_granularity, f"with dropout={dropout} it draws masks anew"
+
+
+def _of_device(config: TransformerConfig) -> Iterator[tuple[str, object, str]]:
+    """What asks the device, and has nothing to ask on a CPU."""
+    if not random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
+        why = "Megatron's RNG tracker has its states on the host; pass it to model_parallel_cuda_manual_seed()"
+        yield "use_cudagraphable_rng", False, why
+    if torch.are_deterministic_algorithms_enabled():
+        yield "deterministic_mode", True, "torch's deterministic index_put looks for its largest index; turn it off"
+    if config.calculate_per_token_loss and package_info.__version__.startswith(_READ_TOKENS):
+        version = package_info.__version__
+        yield "calculate_per_token_loss", True, f"megatron-core {version} reads the number of tokens; take 0.19"

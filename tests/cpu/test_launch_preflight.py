@@ -299,6 +299,7 @@ ONE_GPU = ("run.capture=true", "run.device=cuda", "parallel.tensor=1", "parallel
         (["parallel.pipeline=2"], "parallel.pipeline", "run.capture=false"),
         (["parallel.context=2"], "parallel.context", "run.capture=false"),
         (EXPERTS, "model.num_experts", "run.capture=false"),
+        (["run.deterministic=true"], "run.deterministic", "run.capture=false"),
         (["model.dropout=0.1", "model.recompute=full"], "model.recompute", "dropout"),
     ],
 )

@@ -188,6 +188,33 @@ def _refusals() -> dict[str, str]:
     return said
 
 
+@workers
+def _refusals_on_a_gpu() -> list[tuple]:
+    """What stands in the way where there is a device that could be asked."""
+    from megatron.core import package_info
+
+    from forge_megatron.megatron.capturable import _of_device
+
+    config = Run(replace(CASE, model={"calculate_per_token_loss": True})).model.config
+    torch.use_deterministic_algorithms(True)
+    try:
+        with mock.patch.object(package_info, "__version__", "0.16.1"):
+            return list(_of_device(config))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_asks_the_device_is_refused(results):
+    ((rng, _, way_out), (deterministic, *_), (per_token, _, reason)) = results["_refusals_on_a_gpu"][0]
+    assert [rng, deterministic, per_token] == [
+        "use_cudagraphable_rng",
+        "deterministic_mode",
+        "calculate_per_token_loss",
+    ]
+    assert "model_parallel_cuda_manual_seed()" in way_out
+    assert "megatron-core 0.16.1 reads the number of tokens" in reason
+
+
 def _refusal(optimizer, chunks) -> str:
     from forge_megatron.megatron import capture_train_step
 
