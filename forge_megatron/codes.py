@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_megatron.formats import FORMAT_KEYS, Fp8Weight, resolve_group
-from forge_megatron.groups import rule_of
 from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import owner_of
 from forge_megatron.linear.ownership import reason_not_fused
-from forge_megatron.rules import Rule
 
 # What an Fp8Weight is made of.
 _STORED = {"codes", "scales", "_is_param"}
@@ -25,7 +23,6 @@ _STORED = {"codes", "scales", "_is_param"}
 class Governed(Protocol):
     """What is asked of the optimizer."""
 
-    rule: Rule
     names: Mapping[Tensor, str]
     param_groups: list[dict]
 
@@ -42,8 +39,7 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
         Whether there are any.
 
     Raises:
-        NotImplementedError: weights that ``fully_shard`` has sharded, or a rule that reads whole matrices; nothing has
-            changed.
+        NotImplementedError: weights that ``fully_shard`` has sharded; nothing has changed.
     """
     formats = {key: options.get(key) for key in FORMAT_KEYS}
     readers: dict[Tensor, list[nn.Module]] = {}
@@ -60,15 +56,8 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
                     f"{optimizer.names[p]}: weight_store='fp8' of weights that fully_shard has sharded is not built; "
                     "use 'stochastic' or 'master', or attach(process_group=..., sharding='states')"
                 )
-            if not _only_multiplied(p, readers.get(p, [])):
-                continue
-            rule = rule_of(group, optimizer.rule)
-            if rule.regime != "fused":
-                raise NotImplementedError(
-                    f"{optimizer.names[p]}: weight_store='fp8' with {rule.name}, which steps a weight from its whole "
-                    "matrix, is not built; use a rule that reads each coordinate alone, such as adamw"
-                )
-            stored.append(p)
+            if _only_multiplied(p, readers.get(p, [])):
+                stored.append(p)
     for p in stored:
         if not isinstance(p, Fp8Weight):
             become(p, Fp8Weight.of(p))

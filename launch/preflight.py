@@ -161,15 +161,13 @@ def _check_forge(recipe: Recipe) -> None:
     from launch.dtypes import DTYPES
 
     try:
-        rule = rules.get(recipe.optimizer.rule)
+        rules.get(recipe.optimizer.rule)
     except ValueError as error:
         raise RecipeError("optimizer.rule", str(error)) from error
     try:
-        _, store = formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
+        formats.resolve_recipe(DTYPES[recipe.model.dtype], recipe.optimizer.recipe)
     except (TypeError, ValueError) as error:
         raise RecipeError("optimizer.recipe", str(error)) from error
-    if store.name == "fp8" and rule.regime != "fused":
-        raise RecipeError("optimizer.recipe", f"{recipe.optimizer.recipe!r} and {rule.name}: set optimizer.rule=adamw")
     waiting = {
         "optimizer.clip_grad": recipe.optimizer.clip_grad > 0,
         "batch.total": recipe.micro_batches > 1,

@@ -101,6 +101,7 @@ def wgrad_steps(
     Raises:
         TypeError, ValueError: operands that do not fit, named; nothing has changed then.
     """
+    slots = list(map(of_codes, slots))
     if len(slots) == 1 or any(map(is_blocked, segments)):
         for slot, factors, accumulator, multiplier in zip(slots, segments, accumulators, multipliers, strict=True):
             wgrad_step(slot, factors, accumulator=accumulator, multiplier=multiplier, backend=backend)

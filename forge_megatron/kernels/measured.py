@@ -94,8 +94,7 @@ def _step(
         scratch: what that of ``segments`` is written to by the first measure.
     """
     stages, whole, own = slot.rule.stages, slot.whole, applied(slot)
-    stepped = slot.weight if slot.master is None else slot.master
-    layer = Layer(whole.shape(slot.weight), stepped.dtype)
+    layer = Layer(whole.shape(slot.weight), slot.stepped_dtype)
     h, factors, new = own.scalars.unbind(), _parts(slot, stages.given(slot.statistics)), ()
     witness = None
     for measure in stages.measures:
@@ -131,9 +130,9 @@ def _step(
 
 def _reading(measure: Measure, own: Slot, factors: Sequence[Tensor], layer: Layer, norm_sq: Tensor | None) -> Reading:
     over, shares = _over(measure, layer.shape)
-    weight = None
-    if measure.reads_weight:
-        weight = (own.weight if own.master is None else own.master).detach()
+    weight = own.stepped() if measure.reads_weight else None
+    # A launch that is remembered reads the weight where it lies, and a copy lies elsewhere each time.
+    memo = own.memo if weight is None or own.weight_scale is None else {}
     return Reading(
         measure.values,
         measure.largest,
@@ -145,7 +144,7 @@ def _reading(measure: Measure, own: Slot, factors: Sequence[Tensor], layer: Laye
         factors,
         norm_sq,
         own.late_norms,
-        own.memo,
+        memo,
     )
 
 

@@ -38,7 +38,8 @@ class Slot:
             multiplier; None where it is not wanted.
         name: what errors call the weight.
         scales: bfloat16, one tensor a state, contiguous, of its blocks; none where the states' format has none.
-        weight_scale: bfloat16, of its blocks, where :func:`of_codes` put the codes of an ``Fp8Weight``.
+        weight_scale, weight_dtype: bfloat16, of its blocks, and what the weight is to its readers, where
+            :func:`of_codes` put the codes of an ``Fp8Weight``.
         noise: where the random bits are that round a weight of bf16 or codes stochastically; None: to nearest.
         update_norm_sq: 0-dim fp32 tensor that receives the sum of squares of what the step adds to the weight;
             None where it is not wanted.
@@ -64,6 +65,7 @@ class Slot:
     step: Tensor | None = None
     scales: tuple[Tensor, ...] = ()
     weight_scale: Tensor | None = None
+    weight_dtype: torch.dtype | None = None
     late_norms: LateNorms | None = field(default=None, repr=False, compare=False)
     memo: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -71,6 +73,21 @@ class Slot:
         """Return the weight-shaped tensors that a step writes, named."""
         named = [("weight", self.weight), *zip(self.rule.states, self.states, strict=True)]
         return named if self.master is None else [*named, ("master", self.master)]
+
+    @property
+    def stepped_dtype(self) -> torch.dtype:
+        """Of the numbers that are stepped: the master's, where there is one."""
+        return (
+            (self.weight if self.master is None else self.master).dtype
+            if self.weight_dtype is None
+            else self.weight_dtype
+        )
+
+    def stepped(self) -> Tensor:
+        """The numbers that are stepped, outside autograd; those of codes are a copy, one layer's scratch."""
+        if self.weight_scale is not None:
+            return Fp8Weight(self.weight, self.weight_scale, self.weight_dtype).dequantize()
+        return (self.weight if self.master is None else self.master).detach()
 
     @property
     def element_bytes(self) -> int:
@@ -113,7 +130,7 @@ def of_codes(slot: Slot) -> Slot:
         return slot
     known = slot.memo.get("codes of the weight")
     if known is None or known.weight is not weight.codes:
-        known = replace(slot, weight=weight.codes, weight_scale=weight.scales)
+        known = replace(slot, weight=weight.codes, weight_scale=weight.scales, weight_dtype=weight.dtype)
         slot.memo["codes of the weight"] = known
     known.rule, known.norm_sq, known.update_norm_sq = slot.rule, slot.norm_sq, slot.update_norm_sq
     return known

@@ -128,11 +128,10 @@ def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
 
 def _direct(slot: Slot, u: Tensor) -> Tensor:
     stages = slot.rule.stages
-    weight = slot.weight if slot.master is None else slot.master
     epilogue = replace(slot, rule=stages.epilogue, **_states(slot, stages.epilogue))
     stored = zip(epilogue.codes(), epilogue.states, epilogue.scales or [None] * len(epilogue.states), strict=True)
     states = tuple(code.load(state, scale) for code, state, scale in stored)
-    return stages.direct(u, weight.detach(), states, slot.statistics, slot.scalars.unbind(), slot.whole)
+    return stages.direct(u, slot.stepped(), states, slot.statistics, slot.scalars.unbind(), slot.whole)
 
 
 @contextmanager
@@ -155,6 +154,7 @@ def _epilogue(slot: Slot, scratch: Tensor) -> Slot:
         slot,
         rule=stage,
         weight=scratch,
+        weight_scale=None,
         **_states(slot, stage),
         scalars=scalars,
         master=None,

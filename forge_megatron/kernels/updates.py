@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
 
-from ..formats.fp8 import WEIGHT
 from .slot import Slot
 
 _NOTHING = nullcontext()
@@ -27,14 +25,8 @@ def measured(slots: Sequence[Slot]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _measuring(slots: Sequence[Slot]) -> Iterator[None]:
-    before = [_stepped(slot).clone() for slot in slots]
+    before = [slot.stepped().clone() for slot in slots]
     yield
     for slot, old in zip(slots, before, strict=True):
-        moved = _stepped(slot).float() - old.float()
+        moved = slot.stepped().float() - old.float()
         slot.update_norm_sq.copy_(torch.linalg.vector_norm(moved, dtype=torch.float64).square())
-
-
-def _stepped(slot: Slot) -> Tensor:
-    if slot.weight_scale is not None:
-        return WEIGHT.load(slot.weight, slot.weight_scale)
-    return (slot.weight if slot.master is None else slot.master).detach()

@@ -20,7 +20,7 @@ from forge_megatron import rules
 from forge_megatron.formats import RECIPES, weight_store
 from forge_megatron.megatron import domains
 from forge_megatron.megatron.checkpoint import Layout
-from forge_megatron.megatron.codes import expect_storable, store_as_codes, stores_codes
+from forge_megatron.megatron.codes import store_as_codes, stores_codes
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
 from forge_megatron.megatron.ddp import observe
 from forge_megatron.megatron.domains import Domain
@@ -144,7 +144,6 @@ def get_forge_optimizer(
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
     expect_matrices(_rule(config, options), _owned(conversions))
-    expect_storable(options.recipe, _rule(config, options))
     waits = _choose_update(options.update, reasons_to_wait(facts))
 
     for conversion in conversions:

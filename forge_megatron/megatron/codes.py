@@ -17,24 +17,6 @@ from torch import Tensor, nn
 
 from forge_megatron.codes import become
 from forge_megatron.formats import RECIPES, Fp8Weight
-from forge_megatron.rules import Rule
-
-
-def expect_storable(recipe: str | None, rule: Rule) -> None:
-    """Raises for weights as codes where a step is not one of each coordinate alone.
-
-    Args:
-        recipe: of ``--forge-recipe``.
-        rule: of the owned weights.
-
-    Raises:
-        NotImplementedError: names the recipe and what it does not go with.
-    """
-    if stores_codes(recipe) and rule.regime != "fused":
-        raise NotImplementedError(
-            f"--forge-recipe {recipe} with --forge-rule {rule.name}, which steps a weight from its whole matrix, is "
-            "not built; use a rule such as adamw, or --forge-recipe sr-store"
-        )
 
 
 def stores_codes(recipe: str | None) -> bool:

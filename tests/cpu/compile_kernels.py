@@ -237,6 +237,12 @@ def main() -> None:
         label = label.replace("formed and measured", "measured")
         half.memo.clear()
         regimes.step([half], [torch.zeros(shape)], torch.zeros(()), "triton")
+    label = "measured codes"
+    rule = get("lars").variant(get("lars").resolve({"lr": 1.0}))
+    coded = slot((2048, 2048), "codes-noise")
+    momentum, scalars = torch.zeros(2048, 2048, dtype=BF16), torch.zeros(rule.n_scalars)
+    coded = replace(coded, rule=rule, states=(momentum,), scalars=scalars, weight_dtype=BF16)
+    regimes.step([coded], [torch.zeros(2048, 2048)], torch.zeros(()), "triton")
     for channels in (torch.zeros(2048, 1), torch.zeros(1, 2048)):
         label = f"channels {list(channels.shape)}"
         apply = get("apollo").variant(get("apollo").resolve({"lr": 1.0})).stages.apply

@@ -147,8 +147,12 @@ class Optimizer64:
         self.params = list(params)
         self.state = {p: {} for p in self.params}
         self._make = make
-        self._weights = [p.detach().double() for p in self.params]
         self._taken = 0
+        self.take_weights()
+
+    def take_weights(self) -> None:
+        """Goes on from what the parameters are now."""
+        self._weights = [p.detach().double() for p in self.params]
 
     @torch.no_grad()
     def step(self) -> None:

@@ -101,7 +101,6 @@ def test_a_good_recipe_passes(load, override):
         (["run.dir=/proc/run"], "run.dir", "cannot be written"),
         (["model.transformer_engine=always"], "model.transformer_engine", "no CPU"),
         (["optimizer.rule=adamz"], "optimizer.rule", "adamw"),
-        (["optimizer.recipe=fp8-weight", "optimizer.rule=lamb"], "optimizer.recipe", "fp8-weight"),
         (["parallel.distributed_optimizer=true"], "parallel.distributed_optimizer", "parallel.data"),
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),

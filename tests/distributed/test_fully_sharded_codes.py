@@ -209,7 +209,13 @@ def _whole_checkpoints() -> None:
             torch.testing.assert_close(whole.float(), before, rtol=0, atol=atol)
 
 
+def _refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^weights.0: weight_store='fp8' of weights that fully_shard has"):
+        made({"recipe": "fp8-weight"}, sharded=True)
+
+
 def _others() -> None:
+    _refused()
     _columns()
     _whole_checkpoints()
 

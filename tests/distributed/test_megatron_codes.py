@@ -24,6 +24,9 @@ SHAPES = {
 }
 LR = 1e-3
 CASE = Case(layers=1, lr=LR, model=SHAPES)
+SHARDED = {"use_distributed_optimizer": True}
+# Of a norm and of a matrix: their data-parallel ranks step rows here.
+RULES = ("lamb", "muon")
 CODES = {"recipe": "fp8-weight", "seed": 3}
 LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight")
 
@@ -41,8 +44,9 @@ def _stored(session: Run) -> dict[str, tuple[torch.Tensor, ...]]:
     return {name: tuple(part.clone() for part in parts) for name, parts in stored.items()}
 
 
-def _one_step(case: Case) -> dict:
-    ours = Run(case.with_forge(**CODES))
+def _one_step(case: Case, rule: str | None = None) -> dict:
+    """Beside Megatron's own optimizer; beside a run in fp32 where it has not got the rule."""
+    ours = Run(case.with_forge(**CODES, rule=rule))
     before = ours.weights()
 
     @torch.no_grad()
@@ -50,7 +54,7 @@ def _one_step(case: Case) -> dict:
         for name, p in model.named_parameters():
             p.copy_(before[name])
 
-    theirs = Run(case, begin)
+    theirs = Run(case if rule is None else case.with_forge(rule=rule), begin)
     expected, found = theirs.train(1), ours.train(1)
     return {"stored": _stored(ours), "expected": expected, "found": found, "coverage": str(_coverage(ours))}
 
@@ -67,10 +71,14 @@ def _steps() -> dict:
             case = replace(CASE, own_batches=tp == 1, sequence_parallel=tp == 2)
             for kind, clip in (("", 0.0), (", clipped", 0.05)):
                 found[name + kind] = _one_step(replace(case, clip=clip))
+            if tp == 1:
+                case = replace(case, optimizer=SHARDED, ddp=SHARDED)
+            for rule in RULES:
+                found[f"{name}, {rule}"] = _one_step(replace(case, clip=0.0), rule)
     return found
 
 
-def test_each_step_is_megatrons_rounded_to_a_neighbour(results):
+def test_each_step_is_that_of_plain_weights_rounded_to_a_neighbour(results):
     for rank in results["_steps"]:
         for case, one in rank.items():
             expected, found = one["expected"], one["found"]
@@ -82,11 +90,12 @@ def test_each_step_is_megatrons_rounded_to_a_neighbour(results):
                 exact, got = expected["weights"][name], found["weights"][name]
                 scale = scales.float().repeat_interleave(64, 1)[:, : exact.shape[1]]
                 apart = torch.maximum((exact.abs().log2().floor() - 3).exp2(), scale * 2.0**-9)
-                # A first step of Adam is its learning rate, to a rounding of its states in bf16.
-                assert ((got - exact).abs() <= apart + 2.0**-7 * LR).all(), (case, name)
+                # A first step is at most about the learning rate, to a rounding of states or of Newton-Schulz in bf16.
+                rounding = 2.0**-5 if "muon" in case else 2.0**-7
+                assert ((got - exact).abs() <= apart + rounding * LR).all(), (case, name)
                 assert f"weight as e4m3 codes of {codes.nbytes + scales.nbytes:,} bytes" in one["coverage"]
     first, second = results["_steps"]
-    for case in ("data", "data, clipped"):
+    for case in (case for case in first if case.startswith("data")):
         for name, parts in first[case]["stored"].items():
             assert all(map(torch.equal, parts, second[case]["stored"][name])), (case, name)
 
@@ -136,15 +145,3 @@ def test_a_checkpoint_has_the_values_and_is_read_by_any_run(results):
             assert torch.equal(torch.cat(parts, 1), value), name
         elif name.endswith(("linear_qkv.weight", "output_layer.weight")):
             assert torch.equal(torch.cat(parts), value), name
-
-
-@two
-def _refused() -> str:
-    with layout(tp=1), pytest.raises(NotImplementedError) as error:
-        Run(CASE.with_forge(**CODES, rule="lamb"))
-    return str(error.value)
-
-
-def test_what_is_refused_by_name(results):
-    for with_a_matrix_rule in results["_refused"]:
-        assert "fp8-weight with --forge-rule lamb" in with_a_matrix_rule

@@ -249,7 +249,6 @@ def _refusals() -> dict:
             OptimizerConfig(optimizer="adam", lr=1e-3), [Run(replace(alone, forge=None)).chunk]
         ),
         "option": lambda: Run(replace(alone, forge={"update": "sometimes"})),
-        "recipe": lambda: Run(replace(alone, forge={"recipe": "fp8-weight", "rule": "muon"})),
         "sgd": lambda: Run(replace(alone, optimizer={"log_num_zeros_in_grad": True})),
     }
     for name, attempt in attempts.items():
@@ -266,7 +265,6 @@ def test_refusals_name_the_cause():
     assert found["offload"].startswith("NotImplementedError: offload_to_cpu")
     assert found["not prepared"].startswith("RuntimeError: call forge_megatron.megatron.prepare")
     assert "sometimes" in found["option"]
-    assert "fp8-weight with --forge-rule muon" in found["recipe"]
     assert "log_num_zeros_in_grad=True" in found["sgd"]
 
 

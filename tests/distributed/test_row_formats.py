@@ -27,10 +27,9 @@ def results(request):
 class Constants(nn.Module):
     """Its gradients are multiples of a scale; rows that ranks and buckets cut, and vectors."""
 
-    def __init__(self):
+    def __init__(self, shapes=((7, 130), (200,), (5,), (3, 2, 70), ())):
         super().__init__()
         torch.manual_seed(3)
-        shapes = ((7, 130), (200,), (5,), (3, 2, 70), ())
         self.weights = nn.ParameterList(torch.randn(shape).bfloat16() for shape in shapes)
         # A block and a bit, and a single column, whose scale is larger than its code.
         self.linear, self.narrow = (nn.Linear(columns, 10, dtype=torch.bfloat16) for columns in (70, 1))
@@ -47,9 +46,9 @@ class Constants(nn.Module):
 SUMMED, ROW = forge.Buckets(average=False), forge.Buckets(average=False, nbytes=200)
 
 
-def trained(options, further, steps=range(3)):
-    net = Constants()
-    optimizer = forge.attach(net, lr=1e-2, seed=3, **options, **further)
+def trained(options, further, steps=range(3), **shapes):
+    net = Constants(**shapes)
+    optimizer = forge.attach(net, **{"lr": 1e-2, "seed": 3, **options, **further})
     take(net, optimizer, steps)
     return net, optimizer
 
@@ -135,6 +134,24 @@ def weights_as_codes():
     codes = [torch.empty_like(in_memory(other.linear.weight)[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(codes, in_memory(other.linear.weight)[0])
     assert all(torch.equal(codes[0], theirs) for theirs in codes)
+
+
+@workers
+def weights_as_codes_under_rules_of_whole_matrices():
+    """Replicas have the codes of one process; of rows a norm is summed in another order, and a code may be the next."""
+    group, adamw = {"process_group": dist.group.WORLD, "buckets": SUMMED}, {"adamw": {"lr": 1e-2}}
+    for rule, further in (("muon", adamw), ("lamb", {}), ("adafactor", {}), ("scion", adamw)):
+        options = {"rule": rule, "recipe": "fp8-weight", "lr": 0.1, **further}
+        alone, _ = trained(options, {}, shapes=((5,),))
+        assert not torch.equal(alone.linear.weight.dequantize(), Constants(((5,),)).linear.weight)
+        replica, _ = trained(options, group, shapes=((5,),))
+        expect_same_weights(replica, alone, rule)
+        rows, _ = trained(options, {**group, "sharding": "states"}, shapes=((5,),))
+        found = {"rows": rows.linear.weight.dequantize(), "alone": alone.linear.weight.dequantize()}
+        everyone = [torch.empty_like(found["rows"]) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, found["rows"])
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+        assert (found["rows"] != found["alone"]).float().mean() < 0.01, rule
 
 
 @workers

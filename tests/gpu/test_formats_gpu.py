@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
 import code_cases
 import test_fp8_weight
+import test_fp8_weight_regimes
 import test_hopper_formats_gpu
 from code_cases import CODES
 from test_stochastic import FAR, slot, stepped
@@ -52,6 +53,11 @@ def test_codes_of_weights_are_rounded_as_on_the_cpu(shape, state_format):
     for fused in (True, False):
         got = step("auto", fused=fused, device="cuda")
         assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("rule", test_fp8_weight_regimes.OPTIONS)
+def test_codes_under_rules_of_whole_matrices(rule):
+    test_fp8_weight_regimes.expect_steps_of_the_reference(rule, "auto", "cuda", 3)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp32-master", "sr-store", "int8"])
