@@ -69,7 +69,7 @@ def timed_whole(run: Callable, steps: int, meter) -> dict[str, list[float]]:
 def observe(loop: Loop, meter) -> dict:
     """One more step, eager: what is allocated after every layer and at the end of backward, and whose bytes they are.
 
-    Under gradient accumulation, the end of the last backward.
+    Under gradient accumulation, the end of the last backward. ``requested_bytes`` are there what tensors asked for.
     """
     timeline: list[tuple[str, int]] = []
 
@@ -82,6 +82,7 @@ def observe(loop: Loop, meter) -> dict:
         pass
     meter.synchronize()
     timeline.append(("end of backward", meter.allocated()))
+    requested = meter.requested()
     weights = storage_bytes(loop.weight_tensors())
     gradients = storage_bytes(loop.gradient_tensors())
     owned = storage_bytes(loop.owned_weights())
@@ -97,6 +98,7 @@ def observe(loop: Loop, meter) -> dict:
             "states": sum(bytes for place, bytes in states.items() if place not in weights),
             "gradients": sum(gradients.values()),
         },
+        "requested_bytes": requested,
         "owned_weight_bytes": sum(owned.values()),
     }
 

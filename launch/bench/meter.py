@@ -28,6 +28,10 @@ class CudaMeter:
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()
 
+    def requested(self) -> int:
+        """Of what is allocated, what was asked for: blocks are up to 1 MiB larger than the tensors in them."""
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
@@ -72,6 +76,8 @@ class CpuMeter:
         held = sum(storage_bytes(found).values())
         self._peak = max(self._peak, held)
         return held
+
+    requested = allocated
 
     def reset_peak(self) -> None:
         self._peak = self.allocated()

@@ -57,6 +57,7 @@ def _merge(answers: list[dict]) -> dict:
         "pools": good[0].get("pools"),
         "owned_weight_bytes": good[0].get("owned_weight_bytes"),
         "timeline": good[0].get("timeline", []),
+        "held": good[0].get("requested_bytes") or end_of_backward(good[0]),
     }
 
 
@@ -72,7 +73,7 @@ def reference_of(row: dict[str, dict], arm: str) -> dict:
 
 
 def end_of_backward(cell: dict) -> int | None:
-    return next((held for what, held in cell["timeline"] if what == "end of backward"), None)
+    return next((held for what, held in cell.get("timeline", ()) if what == "end of backward"), None)
 
 
 def removed(row: dict[str, dict], arm: str) -> tuple[int, int, bool] | None:
@@ -82,16 +83,16 @@ def removed(row: dict[str, dict], arm: str) -> tuple[int, int, bool] | None:
     a graph where the arm is none.
 
     Returns:
-        by the allocator; ``owned_weight_bytes``; whether they are the same within ``SCRATCH`` and the live gradients of
-        the two differ by exactly that.
+        as tensors asked for them; ``owned_weight_bytes``; whether they are the same within ``SCRATCH`` and the live
+        gradients of the two differ by exactly that.
     """
     cell, base = row[arm], reference_of(row, arm)
     if not cell.get("owned_weight_bytes") or not base or base.get("owned_weight_bytes"):
         return None
     # A graph's memory stays allocated.
-    if cell["phases"].keys() != base["phases"].keys() or None in map(end_of_backward, (base, cell)):
+    if cell["phases"].keys() != base["phases"].keys() or None in (base["held"], cell["held"]):
         return None
-    beside = [end_of_backward(one) - one["pools"]["weights"] - one["pools"]["states"] for one in (base, cell)]
+    beside = [one["held"] - one["pools"]["weights"] - one["pools"]["states"] for one in (base, cell)]
     live, owned = beside[0] - beside[1], cell["owned_weight_bytes"]
     same = base["pools"]["gradients"] - cell["pools"]["gradients"] == owned
     return live, owned, same and abs(live - owned) <= SCRATCH * owned

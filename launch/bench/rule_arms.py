@@ -141,12 +141,12 @@ def _reference(case: Case, model: nn.Module, settings: Settings):
     return references.Fp32States(model.named_parameters(), make)
 
 
-def muon_stored(model: nn.Module, settings: Settings):
+def muon_stored(model: nn.Module, settings: Settings, **how):
     """torch's Muon as it comes: momentum in the weight's dtype, every gradient in memory at ``step()``."""
     hidden, rest = _hidden(model, settings)
     case = CASES["muon"]
     muon = torch.optim.Muon(hidden, lr=case.rate * settings.lr, **case.both)
-    return Several(muon, torch.optim.AdamW(rest, **settings.adamw, fused=True))
+    return Several(muon, torch.optim.AdamW(rest, **settings.adamw, fused=True, **how))
 
 
 def lion_stored(model: nn.Module, settings: Settings):
@@ -193,6 +193,9 @@ def arms() -> dict[str, Arm]:
         attach = partial(_attach, "lion", CASES["lion"], state_format)
         made[f"forge-lion-{state_format}"] = Arm(attach, bound=None, captured=True, **lion)
     muon = partial(_attach, "muon", CASES["muon"], None)
-    made["muon-stored"] = Arm(muon_stored, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")
-    made["muon-fused"] = Arm(muon, judge="muon-reference", bound=NEWTON_SCHULZ_BOUND, against="muon-stored")
+    for end, how in (("", {}), ("-captured", {"capturable": True})):
+        both = {"judge": "muon-reference", "bound": NEWTON_SCHULZ_BOUND, "captured": bool(how)}
+        both["against"] = f"muon-stored{end}"
+        made[f"muon-stored{end}"] = Arm(partial(muon_stored, **how), **both)
+        made[f"muon-fused{end}"] = Arm(muon, **both)
     return made

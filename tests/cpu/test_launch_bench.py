@@ -255,7 +255,7 @@ def test_the_bytes_that_fall_at_the_end_of_backward_are_the_owned_weights(rehear
         assert report.removed(row, "muon-stored") is None
         kept = {**fused, "pools": {**fused["pools"], "gradients": 4}}
         assert not report.removed({**row, "muon-fused": kept}, "muon-fused")[2]
-        late = {**fused, "timeline": [("end of backward", report.end_of_backward(fused) + owned // 50)]}
+        late = {**fused, "held": fused["held"] + owned // 50}
         assert not report.removed({**row, "muon-fused": late}, "muon-fused")[2]
     assert report.table(log).columns[7].header == "removed"
     assert [" = " in said for said in report.table(log).columns[7].cells] == [False, True] * 2
