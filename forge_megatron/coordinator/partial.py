@@ -8,7 +8,7 @@ backward, ``.grad``) is sent after the ranks have met. So ranks whose graphs dif
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_byt
 from forge_megatron.coordinator.filler import Filler, Gradient
 from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
 from forge_megatron.coordinator.held import HeldPieces
+from forge_megatron.coordinator.meeting import meet, waiting_anywhere
 from forge_megatron.coordinator.members import Members
 from forge_megatron.coordinator.pending import Pending
 from forge_megatron.coordinator.pipeline import Pipeline, Route
@@ -103,6 +104,19 @@ class PartialSums(Members):
         self._arrive(owned)
         self._advance(LocalGradient(owned, segments, self.backend))
 
+    def begin(self, waiting: Collection[Tensor]) -> None:
+        """Once a window, before a rank completes a gradient, it tells the others what it keeps to ``step()``.
+
+        Such a weight, which a further graph of its own may read, no rank may step yet. They are waited for where a rank
+        fills its first bucket.
+        """
+        if self._window.waiting is None:
+            self._window.waiting = waiting_anywhere(self.ranks, self._client().names, waiting)
+
+    def _kept_here(self) -> set[Tensor]:
+        """The weights of which this rank keeps a part to ``step()``."""
+        return {p for p, owned in self._client().owned.items() if owned.factors} - self._window.arrived
+
     def hold(self, owned: OwnedWeight) -> None:
         """Complete, but not its turn: its factors are kept."""
         self._in_backward()
@@ -117,6 +131,7 @@ class PartialSums(Members):
                 self._pass()
 
     def _pass(self) -> None:
+        self.begin(self._kept_here())
         window, filler = self._window, self._in_backward()
         route = partial(self.route, multiplier=None)
         filler.advance(self.pipeline, route, window.arrived, closing=True, everything=True)
@@ -143,7 +158,8 @@ class PartialSums(Members):
     def _in_backward(self) -> Filler:
         """Of the weights whose gradients backward completes, in the order in which it is expected to."""
         if self._filler is None:
-            self._filler = self._fill([p for p in reversed(self._client().owned) if p not in self._late])
+            apart = self._late | self._window.waiting()
+            self._filler = self._fill([p for p in reversed(self._client().owned) if p not in apart])
         return self._filler
 
     def _advance(self, in_hand: Gradient) -> None:
@@ -280,26 +296,16 @@ class PartialSums(Members):
 
     def _meet(self, pending: set[Tensor], facts: dict[str, object], *, at_step: bool) -> None:
         """At the end of a backward, or in ``step()``, where a rank stays until every rank is there."""
-        window = self._window
-        params = list(self._client().names)
-        everything_here = False
-        while not everything_here:
-            arrived = torch.tensor([p in window.arrived for p in params], dtype=torch.uint8)
-            present = torch.tensor([p in window.arrived or p in pending for p in params], dtype=torch.uint8)
-            marks = torch.cat([arrived, present, 1 - arrived, arrived.new_tensor([not at_step])])
-            self.ranks.agree("the end of a backward, or step()", facts, marks)
-            *marks, in_backward = marks.tolist()
-            arrived, present, missed = (
-                {p for p, marked in zip(params, part, strict=True) if marked}
-                for part in (marks[: len(params)], marks[len(params) : -len(params)], marks[-len(params) :])
-            )
-            everything_here = not in_backward
-            if everything_here:
-                window.agreed, self._late = present | window.done, missed
-            else:
-                self._flush(arrived - window.done, None)
-                if not at_step:
-                    return
+        window, names = self._window, self._client().names
+        while True:
+            told = {"held": self._kept_here(), "pending": pending, "facts": facts, "at_step": at_step}
+            met = meet(self.ranks, names, window, **told)
+            if met.at_step:
+                window.agreed, self._late = met.present | window.done, met.missed
+                return
+            self._flush(met.arrived - window.done - met.held, None)
+            if not at_step:
+                return
 
     def _flush(self, ready: set[Tensor], multiplier: Tensor | None) -> None:
         """Steps ``ready``, of which any rank has a gradient; this rank's part of the others is zero."""

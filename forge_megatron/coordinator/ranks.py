@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -130,19 +130,30 @@ class Ranks:
             ValueError: the facts differ; nothing has changed then.
             RuntimeError: a rank did not come.
         """
+        self.agree_later(what, facts, marks)()
+
+    def agree_later(self, what: str, facts: dict[str, object], marks: Tensor) -> Callable[[], None]:
+        """The first half of :meth:`agree`; nothing else may be agreed on before the second, which it returns."""
         self._calls += 1
         digest = zlib.crc32(repr((what, len(marks), *facts.values())).encode())
         told = torch.cat([torch.tensor([digest, -digest]), marks.long()])
-        self._collective(what, lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts))
-        if told[0] != -told[1]:
-            self.expect_alike(what, {"what is called": what, "number of parameters": len(marks), **facts})
-        marks.copy_(told[2:])
+        work = self._collective(
+            what, lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts, async_op=True)
+        )
 
-    def _collective(self, what: str, call) -> None:
+        def agreed() -> None:
+            self._collective(what, lambda: work.wait(self._limit))
+            if told[0] != -told[1]:
+                self.expect_alike(what, {"what is called": what, "number of parameters": len(marks), **facts})
+            marks.copy_(told[2:])
+
+        return agreed
+
+    def _collective(self, what: str, call):
         if self._failed is not None:
             raise RuntimeError(self._failed)
         try:
-            call()
+            return call()
         except RuntimeError as error:
             self._missing(what, error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +36,8 @@ class Window:
     Attributes:
         arrived: the weights whose gradient on this rank was completed by a backward.
         stepping: those, and what other ranks have a gradient of, as far as it is known.
+        waiting: waits for the other ranks and gives the weights of which any keeps a part to ``step()``, of which
+            backward steps none; None: no backward has begun.
         passed: the buckets that are filled in backward have all been sent.
         done: what has been sent.
         agreed: the parameters of which any rank has a gradient; None before the ranks have met in ``step()``.
@@ -45,6 +47,7 @@ class Window:
 
     arrived: set[Tensor] = field(default_factory=set)
     stepping: set[Tensor] = field(default_factory=set)
+    waiting: Callable[[], set[Tensor]] | None = None
     passed: bool = False
     done: set[Tensor] = field(default_factory=set)
     agreed: set[Tensor] | None = None

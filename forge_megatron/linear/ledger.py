@@ -330,6 +330,11 @@ class Ledger:
         if not all(verdict.waits for verdict in verdicts.values()):
             self._client().before_updates()
 
+    def begin(self) -> None:
+        """A backward that completes gradients of some optimizer has been pre-flighted."""
+        if not self.waits:
+            self.now.begin({owned.weight for owned in self.owned if owned.waits})
+
     def _count_updates(self, wanted: Iterable[OwnedWeight]) -> None:
         """When a backward has ended: raises the step counts of what it updated, in one call for all.
 
@@ -370,4 +375,7 @@ def _preflight(task: int, first: Use) -> None:
 
     for ledger, verdicts in zip(ledgers, findings, strict=True):
         ledger.commit(task, verdicts, finished, first)
+    # All of them: another rank's backward may reach the weights of an optimizer that this one's does not.
+    for ledger in ledgers if any(findings) else ():
+        ledger.begin()
     torch.autograd.Variable._execution_engine.queue_callback(finished)

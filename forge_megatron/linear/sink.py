@@ -5,7 +5,7 @@ The sinks for gradients that are not yet complete (in time, or over ranks) live 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -49,6 +49,13 @@ class Now(Sink, Protocol):
             dy: of the last use.
         """
 
+    def begin(self, waiting: Collection[Tensor]) -> None:
+        """A backward is about to complete gradients, of these weights or others; nothing of it has been delivered.
+
+        Args:
+            waiting: the weights of which a part is kept to ``step()`` here.
+        """
+
     def hold(self, owned: OwnedWeight) -> None:
         """The kept factors are complete; the sink reads them later."""
 
@@ -85,6 +92,9 @@ class FusedStep:
 
     def accepts(self, owned: OwnedWeight, dy: Tensor | FormedRows | GroupedRows) -> bool:
         return True
+
+    def begin(self, waiting: Collection[Tensor]) -> None:
+        """Nobody else has a part of them."""
 
     def hold(self, owned: OwnedWeight) -> None:
         raise AssertionError(f"{owned.name}: a complete gradient is stepped at once")

@@ -91,6 +91,96 @@ def layers_in_another_order_on_every_rank():  # field log rows 141, 142
 
 
 @workers
+def a_graph_that_one_rank_alone_keeps():
+    """Its weights wait there, for it might be trained too, and so no other rank may step them before."""
+    for checkpointed in (None, False):
+        for options in ({}, {"sharding": "states"}, {"buckets": SMALL}):
+            model, alone = Model(checkpointed=checkpointed), Model()
+            optimizer = forge.attach(model, **ADAMW, process_group=dist.group.WORLD, **options)
+            oracle = torch.optim.AdamW(alone.parameters(), **ADAMW)
+            for number in range(4):
+                kept = of_rank(model, 50, 0) if dist.get_rank() == number % 3 else None
+                of_rank(model, number, dist.get_rank()).backward()
+                if kept is not None and number == 2:
+                    kept.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for rank in range(WORLD):
+                    (of_rank(alone, number, rank) / WORLD).backward()
+                if number == 2:
+                    (of_rank(alone, 50, 0) / WORLD).backward()
+                oracle.step()
+                oracle.zero_grad()
+                expect_equal_replicas(model)
+            expect_equal(model, alone, f"{options}, checkpointed {checkpointed}")
+
+
+@workers
+def a_graph_that_one_rank_alone_keeps_under_reentrant_checkpoints():
+    """What waits is found block by block; it is right, or an error on every rank."""
+    model = Model(checkpointed=True)
+    optimizer = forge.attach(model, **ADAMW, process_group=dist.group.WORLD, buckets=forge.Buckets(timeout=10))
+    for number in range(2):
+        kept = of_rank(model, 50, 0) if dist.get_rank() == number == 1 else None
+        of_rank(model, number, dist.get_rank()).backward()
+        if number == 1:
+            with pytest.raises(RuntimeError, match=r"weight: stepped in backward without a part .*waiting=True"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    del kept
+
+
+class Exchanged(torch.autograd.Function):
+    """All-to-all, which each rank of a pair also needs of the other in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group):
+        ctx.group = group
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return Exchanged.forward(ctx, dy, ctx.group), None
+
+
+@workers
+def experts_that_a_rank_skips():  # field log row 63
+    """Two pairs of ranks exchange tokens; the ranks that have the same expert sum its gradients.
+
+    The rank that skips it brings its part, zero, in its optimizer's step, which is the first: the others are still in
+    their backward.
+    """
+    pairs, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
+    rank = dist.get_rank()
+    pair, same = pairs[rank // 2], replicas[rank % 2]
+    torch.manual_seed(0)
+    dense, expert = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)]), nn.Linear(8, 8)
+    buckets = forge.Buckets(timeout=20)
+    optimizers = [
+        forge.attach(one, **ADAMW, process_group=group, buckets=buckets)
+        for one, group in ((dense, dist.group.WORLD), (expert, same))
+    ]
+    for number in range(4):
+        hidden = torch.tanh(dense[0](torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))))
+        tokens = Exchanged.apply(hidden, pair)
+        if not (rank == 2 and number % 2):
+            tokens = expert(tokens)
+        dense[1](hidden + Exchanged.apply(tokens, pair)).square().mean().backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    expect_equal_replicas(dense)
+    copies = [torch.empty_like(expert.weight) for _ in range(2)]
+    dist.all_gather(copies, expert.weight.detach(), group=same)
+    assert torch.equal(*copies)
+    assert optimizers[1].state[expert.weight]["step"] == 4
+
+
+@workers
 def micro_batches_that_were_not_announced():  # field log row 15
     for options in ({}, {"sharding": "states"}):
         layer = nn.Linear(1, 1, bias=False)
