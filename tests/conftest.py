@@ -20,6 +20,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 
 # What is run on both supported versions of megatron-core.
 MEGATRON = ("test_megatron", "test_launch", "test_trainer", "test_gates_green")
+# Of these, the files that never import it.
+WITHOUT = ("test_launch_bench", "test_launch_bench_ranks", "test_launch_cluster")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(ROOT / "tests").parts[0]
         if folder in ("gpu", "distributed"):
             item.add_marker(folder)
-        if item.path.stem.startswith(MEGATRON):
+        if item.path.stem.startswith(MEGATRON) and item.path.stem not in WITHOUT:
             item.add_marker("megatron")
         if "gpu" in item.keywords and not GPU:
             left_out.append(item)

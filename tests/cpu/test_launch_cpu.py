@@ -1,17 +1,30 @@
 """What ``launch.cpu`` changes, in a process of its own: it changes torch for good."""
 
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+import traceback
+from multiprocessing.connection import Connection
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed.ranks import start_method
+
+
+def execute(code: str, told: Connection) -> None:
+    try:
+        exec(code, {})
+        told.send("")
+    except BaseException:
+        told.send(traceback.format_exc())
 
 
 def run(code: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    context = multiprocessing.get_context(start_method("gloo"))
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=execute, args=(code, there))
+    process.start()
+    assert here.poll(120)
+    assert here.recv() == ""
+    process.join()
 
 
 def test_cuda_means_the_cpu():
