@@ -226,6 +226,18 @@ def test_a_difference_of_states_is_refused():
         forge.attach(mlp(6, 8, 4), "rmsprop", lr=1e-3, centered=True, state_format="int8")
 
 
+@pytest.mark.parametrize(("name", "below", "zero"), [("bf16", 0.0, 0.0), ("int8", 0.45, 0.0), ("fp8", 0.0, 0.9)])
+def test_why_a_difference_of_states_is_refused(name, below, zero):
+    """Of gradients that vary by a tenth of their mean: a variance below 0, or one that leaves eps alone below them."""
+    mean = torch.randn(64, 640, generator=torch.Generator().manual_seed(0))
+    kept = {True: mean.square() * 1.01, False: mean}
+    fmt = state_format(name)
+    square, mean = (fmt.code(nonnegative=sign).load(*fmt.code(nonnegative=sign).store(kept[sign])) for sign in kept)
+    variance = square - mean.square()
+    for found, share in ((variance < 0, below), (variance == 0, zero)):
+        assert share <= found.float().mean() <= share + 0.06
+
+
 def trained(name, steps: int, backend: str, **options):
     model = mlp(12, 20, 8).bfloat16()
     optimizer = forge.attach(model, lr=1e-3, recipe=name, backend=backend, **options)
