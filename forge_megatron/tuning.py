@@ -90,11 +90,6 @@ class Tunable(Capturing):
                 jobs.setdefault(Cell.of(owned.slot, dtype or p.dtype, count, self.backend), job)
         return jobs, not_tuned
 
-    def forget_launches(self) -> None:
-        for owned in self.owned.values():
-            if owned.slot is not None:
-                tuned.forget_launches(owned.slot)
-
     def _reason_untunable(self, p: Tensor) -> str | None:
         slot = self.owned[p].slot
         if slot is None or not p.requires_grad:
@@ -182,8 +177,6 @@ def tune(
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     tuned.install({cell: outcome.chosen for cell, outcome in found.items()})
-    for optimizer in optimizers:
-        optimizer.forget_launches()
     return Tuned(found, frozenset(cell for _, part, _ in every for cell in part), not_tuned)
 
 

@@ -97,6 +97,7 @@ class Optimizer:
     backend: str = "auto"
     update: str = "auto"  # in backward unless something must wait; or backward, step
     accumulation_dtype: str = "fp32"  # of a 16-bit weight's sum of micro-batches with forge; or bf16
+    tune: bool = False  # the kernels' configurations for this run's tokens, at set-up: see forge_megatron.tune
     fused_head: bool = False  # head and loss in one with forge: the logits never exist whole
     lr: float = MISSING
     min_lr: float = 0.0

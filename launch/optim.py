@@ -79,6 +79,19 @@ def wrap_and_optimize(
     )
 
 
+def tune(recipe: Recipe, optimizer: MegatronOptimizer) -> str:
+    """Tunes the kernels of the owned weights for one micro-batch's tokens, on all ranks; what is said of it."""
+    from forge_megatron import tune
+
+    forges = [each.forge for each in optimizer.chained_optimizers if hasattr(each, "forge")]
+    found = tune(forges, [recipe.batch.micro * recipe.data.sequence_length // recipe.parallel.context])
+    changed = sum(outcome.chosen != outcome.default for outcome in found.outcomes.values())
+    return (
+        f"tuned {len(found.outcomes)} kinds of launch ({len(found.measured)} measured now, {changed} changed); "
+        f"{len(found.not_tuned)} weights as untuned"
+    )
+
+
 def gradient_bytes(chunks: list) -> int:
     """Bytes that this rank keeps for gradients between steps: Megatron's buffers, and ``.grad`` of its own."""
     kept, buffers = 0, set()

@@ -146,8 +146,9 @@ def check_optimizer(recipe: Recipe) -> None:
     if optimizer.use_forge:
         _check_forge(recipe)
         return
-    if optimizer.fused_head:
-        raise RecipeError("optimizer.fused_head", "needs optimizer.use_forge=true")
+    for key in ("fused_head", "tune"):
+        if getattr(optimizer, key):
+            raise RecipeError(f"optimizer.{key}", "needs optimizer.use_forge=true")
     if optimizer.rule != "adamw":
         raise RecipeError("optimizer.rule", f"{optimizer.rule!r}: the standard optimizer here is adamw")
     same = {"fp32": (None, "fp32-state", "fp32-master"), "bf16": (None, "bf16-state", "fp32-master")}[dtype]

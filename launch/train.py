@@ -15,7 +15,7 @@ from launch.capture import captured_step
 from launch.config import Recipe, to_yaml
 from launch.metrics import Metrics, Step, Validation, peak_memory_bytes
 from launch.model import build_chunks
-from launch.optim import build_schedule, gradient_bytes, wrap_and_optimize
+from launch.optim import build_schedule, gradient_bytes, tune, wrap_and_optimize
 from launch.reorder import permute_hidden
 from launch.state import Progress, restore, sharded_state
 from launch.stop import StopSignals
@@ -36,7 +36,7 @@ class Trainer:
         self.scheduler = build_schedule(recipe, self.optimizer)
         step.connect(self.chunks, self.optimizer)
         self.folder = Path(recipe.run.dir) / "checkpoints"
-        self.notes: list[str] = []
+        self.notes: list[str] = [tune(recipe, self.optimizer)] if recipe.optimizer.tune else []
         self.progress = self._resume()
         self.train_set, self.valid_set = data.build_datasets(recipe, self.tokenizer, self.progress.horizon)
         self.captured = captured_step(recipe, self.chunks, self.optimizer) if recipe.run.capture else None

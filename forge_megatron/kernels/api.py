@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..formats.weight import Fp8Weight
-from . import fused, grouped, regimes, staged
+from . import fused, grouped, regimes, staged, tuned
 from .backend import resolve_backend
 from .blocks import is_blocked, row_blocks, step_by_rows
 from .entrance import entrance
@@ -302,7 +302,7 @@ def _signature(slot: Slot, segments: Sequence[Segment], backend: str) -> tuple |
     ((dy, x),) = segments
     if type(dy) is not Tensor:
         return None
-    return *place(slot.weight), backend, slot.rule, slot.norm_sq is None, layout(dy), layout(x)
+    return tuned.generation(), *place(slot.weight), backend, slot.rule, slot.norm_sq is None, layout(dy), layout(x)
 
 
 def _checked_launch(
@@ -310,6 +310,7 @@ def _checked_launch(
 ) -> fused.Launch:
     """What steps ``slot`` from such operands; they are checked where it has not met their layout before."""
     key = (
+        tuned.generation(),
         backend,
         slot.rule,
         slot.norm_sq is None,

@@ -84,24 +84,28 @@ class Cell:
 
 
 _table: Mapping[Cell, Candidate] = MappingProxyType({})
+_generation = 0
 
 
 def install(chosen: Mapping[Cell, Candidate]) -> None:
-    """Adds to the table; slots that have launched before keep their launches, see :func:`forget_launches`."""
-    global _table
-    _table = MappingProxyType({**_table, **chosen})
+    """Adds to the table."""
+    _replace({**_table, **chosen})
 
 
 def clear() -> None:
     """Empties the table."""
-    global _table
-    _table = MappingProxyType({})
+    _replace({})
 
 
-def forget_launches(slot: Slot) -> None:
-    """The next step of ``slot`` is prepared anew, and so reads the table."""
-    of_codes(slot).memo.clear()
-    slot.memo.clear()
+def _replace(table: Mapping[Cell, Candidate]) -> None:
+    global _table, _generation
+    _table = MappingProxyType(table)
+    _generation += 1
+
+
+def generation() -> int:
+    """Of the table: launches that a slot remembers were chosen by the one of their time."""
+    return _generation
 
 
 def lookup(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> Candidate | None:

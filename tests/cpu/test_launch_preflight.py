@@ -105,6 +105,7 @@ def test_a_good_recipe_passes(load, override):
         (["optimizer.recipe=fp33"], "optimizer.recipe", "fp33"),
         (["optimizer.use_forge=false", "optimizer.recipe=bf16-state"], "optimizer.recipe", "needs forge"),
         (["optimizer.use_forge=false", "optimizer.rule=sgd"], "optimizer.rule", "adamw"),
+        (["optimizer.use_forge=false", "optimizer.tune=true"], "optimizer.tune", "needs optimizer.use_forge"),
         (
             ["optimizer.use_forge=false", "optimizer.fused_head=true"],
             "optimizer.fused_head",

@@ -4,6 +4,7 @@ import copy
 import json
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("recipe", [None, "int8", "sr-store", "fp8-weight"])
 def test_a_tuned_step_takes_the_fastest_candidate_and_leaves_the_bits_of_an_untuned_one(tmp_path, monkeypatch, recipe):
     twins = [attached(recipe=recipe) for _ in range(2)]
-    step(*twins[0])
+    for net, optimizer in twins:
+        step(net, optimizer)
     found = forge.tune(twins[1][1], [TOKENS], folder=tmp_path, timer=Timer())
     assert len(found.outcomes) == 2
     for outcome in found.outcomes.values():
@@ -102,13 +104,16 @@ def test_a_tuned_step_takes_the_fastest_candidate_and_leaves_the_bits_of_an_untu
         assert str(outcome.chosen) == fastest != str(outcome.default)
         assert len(outcome.us) + len(outcome.left_out) == 3 - (recipe in ("int8", "fp8-weight"))
     seen = launched(monkeypatch)
-    step(*twins[1])
+    step(*twins[1], 1)
     assert set(seen) == {str(outcome.chosen) for outcome in found.outcomes.values()}
+    tuned.clear()
+    step(*twins[0], 1)
+    assert set(seen[2:]) == {"triton"}
     assert all(torch.equal(a, b) for a, b in zip(bits(*twins[0]), bits(*twins[1]), strict=True))
     kernels = {row.name: row.kernel for row in twins[1][1].coverage}
     assert kernels["0.weight"] == f"{seen[0]} (tuned) at {TOKENS} tokens"
     assert kernels["1.bias"] == ""
-    assert {row.kernel for row in twins[0][1].coverage if row.fused} == {f"{seen[0]} (tuned) at {TOKENS} tokens"}
+    assert {row.kernel for row in twins[0][1].coverage if row.fused} == {f"triton at {TOKENS} tokens"}
 
 
 def test_steps_of_another_kind_are_chosen_as_before(tmp_path, monkeypatch):
@@ -294,6 +299,28 @@ def test_what_has_nothing_to_tune_is_said_by_name(tmp_path):
         assert found.not_tuned.get("2.weight", "it is frozen") == "it is frozen"
         assert f"{name}: not tuned: {reason}" in str(found)
         assert len(found.outcomes) == (reason.startswith("an embedding"))
+
+
+def test_the_trainer_tunes_for_the_tokens_of_a_micro_batch(monkeypatch):
+    pytest.importorskip("megatron.core", reason="NOT RUN: the trainer needs megatron-core")
+    from launch import config, optim
+
+    asked = []
+    tune = forge.tune
+
+    def asking(optimizers, tokens):
+        asked.append((optimizers, tokens))
+        return tune(optimizers, tokens)
+
+    monkeypatch.setattr(forge, "tune", asking)
+    optimizer = forge.attach(model(), lr=0.1)
+    pairs = SimpleNamespace(chained_optimizers=[SimpleNamespace(forge=optimizer), SimpleNamespace()])
+    recipe = config.Recipe(
+        data=config.Data(sequence_length=64), batch=config.Batch(micro=3), parallel=config.Parallel(context=2, tensor=2)
+    )
+    said = optim.tune(recipe, pairs)
+    assert asked == [([optimizer], [96])]
+    assert said == "tuned 0 kinds of launch (0 measured now, 0 changed); 2 weights as untuned"
 
 
 def test_hopper_candidates_are_every_configuration_in_two_groups_the_untuned_one_first():

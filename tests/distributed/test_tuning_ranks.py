@@ -7,7 +7,9 @@ from torch import nn
 
 import forge_megatron as forge
 from forge_megatron.kernels import candidates, tuned, tuning
+from launch import metrics
 from tests.distributed.ranks import run
+from tests.distributed.trainer_runs import NO_INDEX_BUILDER, Job, write_data
 
 TOKENS = 16
 
@@ -71,3 +73,15 @@ def one_fails(folder) -> str:
 
 def test_a_rank_that_fails_fails_all_and_leaves_no_table(tmp_path):
     assert run(2, one_fails, str(tmp_path)) == ["{}", "{}"]
+
+
+@NO_INDEX_BUILDER
+def test_a_run_of_the_trainer_says_what_was_tuned(tmp_path):
+    job = Job(
+        tmp_path / "job",
+        write_data(tmp_path),
+        ("run.steps=1", "optimizer.warmup_steps=0", "checkpoint.save=false", "optimizer.tune=true"),
+    )
+    job.run()
+    notes = [record["text"] for record in metrics.read(job.run_folder, "note")]
+    assert "tuned 0 kinds of launch (0 measured now, 0 changed); 10 weights as untuned" in notes
