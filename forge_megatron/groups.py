@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def complete(group: dict, rule: Rule, defaults: Mapping) -> dict:
     if common:
         raise TypeError(f"a parameter group gives {', '.join(common)}, which is of all groups; give it beside them")
     further = group.keys() - {"lr", *own.defaults} - _STRUCTURE
-    unread = sorted(further & rules.hyperparameters()) if further else []
+    unread = sorted(_hyperparameters(further)) if further else []
     if unread:
         raise TypeError(
             f"a parameter group gives {', '.join(map(repr, unread))}, which {own.name} does not have; "
@@ -57,6 +58,13 @@ def complete(group: dict, rule: Rule, defaults: Mapping) -> dict:
     completed = {**defaults, **group}
     own.check_group(completed)
     return completed
+
+
+def _hyperparameters(keys: Iterable[str]) -> Iterator[str]:
+    """Those of a group's keys that are some rule's hyperparameter, or one that is misspelt; others are its owner's."""
+    known = rules.hyperparameters()
+    # Below 0.86 are layer_decay and weight_decay_mult, which others keep in groups.
+    return (key for key in keys if key in known or difflib.get_close_matches(key, known, 1, 0.86))
 
 
 def named_parameters(groups: list[dict]) -> list[tuple[str, Tensor]]:

@@ -109,6 +109,7 @@ def two_groups_of(model):
     [
         ({"betas": (0.9, 0.9)}, TypeError, r"gives 'betas', which sgd does not have; it has: lr, momentum"),
         ({"rule": "adamw", "lr": 1e-3, "momentum": 0.9}, TypeError, r"'momentum', which adamw does not have"),
+        ({"weight_decy": 0.1}, TypeError, r"gives 'weight_decy', which sgd does not have; it has: lr, momentum"),
         ({"rule": "adamw"}, TypeError, "adamw needs lr="),
         ({"rule": "adamw", "lr": -1.0}, ValueError, r"adamw: lr=-1\.0"),
         ({"rule": "adamz", "lr": 1.0}, ValueError, "no rule 'adamz'"),
@@ -121,7 +122,7 @@ def test_a_group_with_a_hyperparameter_that_its_rule_does_not_read(group, error,
         forge.attach(model, "sgd", [{"params": list(model.parameters()), **group}], lr=1e-2)
     expect_bit_equal(before, [p.detach() for p in model.parameters()])
     # What no rule knows is the user's own.
-    forge.attach(model, "sgd", [{"params": list(model.parameters()), "note": "all"}], lr=1e-2)
+    forge.attach(model, "sgd", [{"params": list(model.parameters()), "layer_decay": 0.9}], lr=1e-2)
 
 
 def test_momentum_that_is_switched_on_later_has_no_buffer():
