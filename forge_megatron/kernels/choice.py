@@ -27,7 +27,7 @@ from .tuned import Candidate, lookup, note
 #: Bytes to which the copy engine's rows are aligned.
 ROW_ALIGNMENT = 16
 
-#: Coordinates from which the Hopper kernel adds to an fp32 accumulator faster than cuBLAS does.
+#: Coordinates from which the Hopper kernel adds to an accumulator faster than cuBLAS does.
 LARGE = 1 << 25
 
 
@@ -148,13 +148,10 @@ def measures_apart(dtype: torch.dtype, device: torch.device | str, backend: str)
 def adds_by_cublas(out: Tensor, accumulator: Tensor | None) -> bool:
     """Whether ``"auto"`` takes cuBLAS to add a gradient in place to ``accumulator``, where one GEMM can.
 
-    A large fp32 sum moves beside the Hopper kernel's GEMM: ``[14336, 4096]`` at 512 tokens takes it 157 µs, cuBLAS 199
-    and the portable kernel 326; ``[2048, 8192]`` 95, 65 and 97; ``[6144, 2048]`` 114, 48 and 69; in bf16 cuBLAS is as
-    fast or faster at each (one H200).
+    A large sum moves beside the Hopper kernel's GEMM: in fp32 ``[14336, 4096]`` at 512 tokens takes it 157 µs, cuBLAS
+    199 and the portable kernel 326; ``[2048, 8192]`` 95, 65 and 97; ``[6144, 2048]`` 114, 48 and 69 (one H200).
     """
-    if accumulator is not out:
-        return False
-    return out.dtype is not torch.float32 or not (out.numel() >= LARGE and adds_by_hopper(out, accumulator))
+    return accumulator is out and not adds_by_hopper(out, accumulator)
 
 
 def adds_by_hopper(out: Tensor, accumulator: Tensor | None) -> bool:

@@ -138,11 +138,14 @@ def wgrad_step(slot: Slot, segments: Sequence[Segment], multiplier: Tensor | Non
 def wgrad_write(segments: Sequence[Segment], out: Tensor, *, adds: bool = False) -> None:
     """Write the gradient of one pair of 16-bit factors to ``out``, contiguous, of their dtype or fp32, or add it."""
     ((dy, x),) = segments
-    other = {} if out.dtype is dy.dtype else {"out_dtype": out.dtype}
-    if adds:
-        torch.addmm(out, dy.t(), x, out=out, **other)
-    else:
+    if not adds:
+        other = {} if out.dtype is dy.dtype else {"out_dtype": out.dtype}
         torch.mm(dy.t(), x, out=out, **other)
+    elif out.dtype is torch.float32:
+        torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+    else:
+        # By itself cuBLAS may round the product before it adds it: the sum would be rounded twice.
+        out.add_(gradient(out.shape, segments))
 
 
 def gradient(shape: torch.Size, segments: Sequence[Segment]) -> Tensor:
