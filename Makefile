@@ -60,15 +60,16 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# --no-compile: Python compiles what is imported, a part of what pip would compile, one file after the other.
 $(VENV)/run.stamp: setup.py pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 2; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[launch]'
+	$(PY) -m pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[launch]'
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[launch,test]'
+	$(PY) -m pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[launch,test]'
 	touch $@
 
 $(VENV)/mcore.stamp: $(VENV)/run.stamp
