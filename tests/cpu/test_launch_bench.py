@@ -261,6 +261,17 @@ def test_the_bytes_that_fall_at_the_end_of_backward_are_the_owned_weights(rehear
     assert [" = " in said for said in report.table(log).columns[7].cells] == [False, True] * 2
 
 
+def test_in_the_committed_ladder_of_muon_the_missing_gradients_are_those_of_the_owned_weights():
+    """To the byte; the allocator's blocks, which are larger than their tensors, to a percent from 4B on."""
+    rows = report.merged(json.loads((spec.BENCHES / "results" / "h200_muon.json").read_text()))
+    assert len(rows) == 6
+    for place, row in rows.items():
+        stored, fused = row["muon-stored"], row["muon-fused"]
+        assert stored["pools"]["gradients"] - fused["pools"]["gradients"] == fused["owned_weight_bytes"]
+        assert fused["owned_weight_bytes"] > 0.99 * stored["pools"]["weights"]
+        assert report.removed(row, "muon-fused")[2] is not place.startswith("qwen3-0.6b")
+
+
 def log(*answers, **of_bench):
     provenance = {"source_sha256": "1", "versions": {"torch": "2"}, "gpus": [{"name": "a GPU"}]}
     cells = {spec.Cell(**answer["cell"]).key: answer for answer in answers}
