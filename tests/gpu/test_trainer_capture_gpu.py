@@ -100,22 +100,12 @@ def expect_equal(first, second):
         assert torch.equal(value, other) if torch.is_tensor(value) else plain(value) == plain(other)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """By arm: the folders of an eager and a captured run, and what ended them. All at once: most of it is starting."""
-    base = tmp_path_factory.mktemp("runs")
-    started = {}
-    for index, arm in enumerate(ARMS):
-        eager, captured = base / str(index), base / f"{index}-captured"
-        processes = start(eager, *ARMS[arm]), start(captured, *ARMS[arm], "run.capture=true")
-        started[arm] = eager, captured, processes
-    return {arm: (eager, captured, [end(each) for each in pair]) for arm, (eager, captured, pair) in started.items()}
-
-
 @pytest.mark.parametrize("arm", ARMS)
-def test_bit_equal_to_a_run_that_is_not_captured(arm, runs):
+def test_bit_equal_to_a_run_that_is_not_captured(arm, tmp_path):
     """Ten steps, of which three run as they are and seven are replayed, with validation and checkpoints between."""
-    eager, captured, failures = runs[arm]
+    eager, captured = tmp_path / "eager", tmp_path / "captured"
+    started = start(eager, *ARMS[arm]), start(captured, *ARMS[arm], "run.capture=true")
+    failures = [end(process) for process in started]
     assert failures == [None, None], "\n".join(filter(None, failures))
     assert len(told(eager)) == 10 + 3
     assert told(captured) == told(eager)
@@ -123,13 +113,16 @@ def test_bit_equal_to_a_run_that_is_not_captured(arm, runs):
         expect_equal(saved(captured, step), saved(eager, step))
 
 
-def test_a_captured_run_goes_on_from_a_checkpoint_bit_for_bit(runs, tmp_path):
+def test_a_captured_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     """It is captured anew, and dropout goes on where it was."""
-    arm, (straight, captured, _) = next(iter(runs.items()))
-    checkpoints = tmp_path / "run" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    shutil.copytree(captured / "run" / "checkpoints" / "step_00000006", checkpoints / "step_00000006")
-    failure = end(start(tmp_path, *ARMS[arm], "run.capture=true"))
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    how = ("model.dropout=0.1", "run.capture=true")
+    failure = end(start(straight, *how))
     assert failure is None, failure
-    assert told(tmp_path) == [record for record in told(straight) if record[0] > 6]
-    expect_equal(saved(tmp_path, 10), saved(straight, 10))
+    checkpoints = resumed / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    shutil.copytree(straight / "run" / "checkpoints" / "step_00000006", checkpoints / "step_00000006")
+    failure = end(start(resumed, *how))
+    assert failure is None, failure
+    assert told(resumed) == [record for record in told(straight) if record[0] > 6]
+    expect_equal(saved(resumed, 10), saved(straight, 10))
