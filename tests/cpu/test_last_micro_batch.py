@@ -149,3 +149,20 @@ def test_what_comes_too_late_is_refused():
     optimizer.step()
     with pytest.raises(NotImplementedError, match="waiting=False with accumulation_steps=2 over ranks"):
         plan(accumulation_steps=2, waiting=False, sharded=True)
+
+
+def test_a_second_graph_of_the_last_micro_batch_may_run_twice():
+    """Which of its backwards is the last nobody knows: all are summed, and ``step()`` makes the update."""
+    model = mlp(6, 8, 4)
+    other = copy.deepcopy(model)
+    ours = forge.attach(model, "sgd", lr=0.1, accumulation_steps=2, waiting=False)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    for net, optimizer in ((model, ours), (other, theirs)):
+        net(batch(5, 6)).square().mean().backward()
+        first, second = net(batch(3, 6, seed=1)).square().mean(), net(batch(4, 6, seed=2)).abs().mean()
+        first.backward()
+        second.backward(retain_graph=True)
+        second.backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-7)
