@@ -179,3 +179,22 @@ def test_a_schedule_that_moved_after_a_discarded_window_is_followed():
         optimizer.param_groups[0]["lr"] = 1e-4
     pair.train(mean_square(batch(5, 6)))
     pair.expect_equal()
+
+
+def test_a_failed_backward_names_a_sum_that_it_had_added_to():
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-2, accumulation_steps=2)
+    x = batch(400, 6)
+
+    def fail(grad):
+        raise torch.OutOfMemoryError("in backward")
+
+    hidden = model[1](model[0](x))
+    hidden.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model[2](hidden).square().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"backward failed \(2\.weight had already been accumulated\); call zero_grad"
+    ):
+        optimizer.step()
+    assert optimizer.rollback()
