@@ -319,13 +319,14 @@ class PartialSums(Members):
             self._mark_stepped(p)
 
     def keep_sums(self) -> None:
-        """Sums every gradient and keeps this rank's part: the norm over all of them comes before the first step."""
+        """Sums what backward has not stepped and keeps this rank's part: a norm comes before the first step of it."""
         window = self._window
         if window.kept is None:
             window.kept = []
             window.stepping |= window.agreed
-            filler = self._fill(self._in_order(window.agreed))
-            filler.advance(self.pipeline, self.route_kept, window.agreed, closing=True)
+            left = window.agreed - window.done
+            filler = self._fill(self._in_order(left))
+            filler.advance(self.pipeline, self.route_kept, left, closing=True)
             self.pipeline.drain()
             self._close_norms(partial=True)
 
@@ -369,6 +370,9 @@ class PartialSums(Members):
         if any(len(one) != 1 for one in pieces):
             total = torch.stack([part.sum() for part in total.split([len(one) for one in pieces])])
         if partial and stepped:
+            if self.parts == 1 and self.ranks.rank > 0:
+                # What backward stepped was measured whole on every rank.
+                total *= total.new_tensor([p not in self._window.done for p in stepped])
             self.ranks.sum_now(total)
         if stepped:
             torch._foreach_copy_([self.slot(p).norm_sq for p in stepped], total.unbind())

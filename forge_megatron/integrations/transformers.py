@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from accelerate import DistributedType
 from transformers import Trainer
 
 from forge_megatron.attach import attach as attach_model
 from forge_megatron.integrations.accelerate import connect
 from forge_megatron.optimizer import ForgeOptimizer
+
+_DATA_PARALLEL = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def attach(trainer: Trainer, **options) -> ForgeOptimizer:
@@ -16,6 +20,8 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
     Learning rate, betas, epsilon, weight decay (which spares biases and norms), clipping, accumulation, scheduler,
     fp16 or bf16, gradient checkpointing and resuming follow the ``TrainingArguments``. Weights are updated inside
     backward where nothing asks them to wait: ``max_grad_norm=0``, ``gradient_accumulation_steps=1`` and no fp16.
+
+    Ranks that torchrun has started are data-parallel ones: their gradients are summed in buckets.
 
     Args:
         trainer: not yet trained, without an optimizer of its own.
@@ -26,15 +32,23 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
 
     Raises:
         RuntimeError: the trainer has an optimizer already.
-        NotImplementedError: another optimizer than AdamW is asked for; several processes or devices.
+        NotImplementedError: another optimizer than AdamW is asked for; several devices in one process; sharded states, FSDP,
+            DeepSpeed.
     """
     args = trainer.args
     if trainer.optimizer is not None:
         raise RuntimeError("the trainer has an optimizer already; attach before train(), without optimizers=")
-    if args.world_size > 1 or args.n_gpu > 1 or trainer.accelerator.num_processes > 1:
+    if args.n_gpu > 1:
         raise NotImplementedError(
-            f"a Trainer on {max(args.world_size, args.n_gpu)} devices wraps the model in data parallelism, which is "
-            "not built yet; train on one (CUDA_VISIBLE_DEVICES=0)"
+            f"a Trainer of one process on {args.n_gpu} devices copies the model to each at every step; start a process "
+            "for each (torchrun), or train on one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    ranks = trainer.accelerator.num_processes > 1
+    if ranks and (kind := trainer.accelerator.distributed_type) not in _DATA_PARALLEL:
+        raise NotImplementedError(f"a Trainer under {kind}; use DistributedDataParallel, which torchrun alone starts")
+    if ranks and options.get("sharding", "none") != "none":
+        raise NotImplementedError(
+            f"sharding={options['sharding']!r} with a Trainer, which saves the first rank's optimizer alone; omit it"
         )
     cls, hyperparameters = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     if cls is not torch.optim.AdamW or trainer.optimizer_cls_and_kwargs is not None:
@@ -57,6 +71,7 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
             "waiting": waits,
             # The Trainer counts: its last window is shorter.
             "accumulation_steps": None if args.gradient_accumulation_steps > 1 else 1,
+            "process_group": dist.group.WORLD if ranks else None,
             **options,
         },
     )

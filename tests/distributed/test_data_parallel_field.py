@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -295,6 +296,32 @@ def options_that_differ():  # field log row 148
         ):
             forge.attach(model, lr=1e-2, process_group=dist.group.WORLD, **options)
         assert all(map(torch.equal, before, weights(model)))
+
+
+@workers
+def norms_asked_for_after_backward_has_stepped():
+    for sharding in ("none", "states"):
+        _measured(sharding)
+
+
+def _measured(sharding: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    alone = copy.deepcopy(model)
+    optimizer = forge.attach(model, **ADAMW, process_group=dist.group.WORLD, sharding=sharding, buckets=SMALL)
+    oracle = torch.optim.AdamW(alone.parameters(), **ADAMW)
+    for number in range(3):
+        of_rank(model, number, dist.get_rank()).backward()
+        for rank in range(WORLD):
+            (of_rank(alone, number, rank) / WORLD).backward()
+        squares = torch.stack([p.grad.square().sum() for p in alone.parameters()])
+        torch.testing.assert_close(optimizer.norms_sq(), squares, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(None), squares.sum().sqrt(), rtol=1e-5, atol=0)
+        for one in (optimizer, oracle):
+            one.step()
+            one.zero_grad()
+        expect_equal_replicas(model)
+    expect_equal(model, alone, f"measured, sharding={sharding!r}")
 
 
 def test_on_four_ranks():
