@@ -145,6 +145,10 @@ def _check_sums(dtype, sharded: bool) -> None:
 def _limit(value) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value <= 0:
+    try:
+        limit = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        limit = math.nan
+    if not limit > 0:
         raise ValueError(f"clip_grad_norm={value!r}; give a number above 0, or None for no clipping")
-    return None if math.isinf(value) else float(value)
+    return None if math.isinf(limit) else limit

@@ -32,8 +32,8 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
 
     Raises:
         RuntimeError: the trainer has an optimizer already.
-        NotImplementedError: another optimizer than AdamW is asked for; several devices in one process; sharded states, FSDP,
-            DeepSpeed.
+        NotImplementedError: another optimizer than AdamW is asked for; several devices in one process; sharded states,
+            FSDP, DeepSpeed.
     """
     args = trainer.args
     if trainer.optimizer is not None:

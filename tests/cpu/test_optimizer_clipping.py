@@ -92,7 +92,9 @@ def test_no_clipping_leaves_no_trace(backend, clip):  # field log row 3
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, -0.5, math.nan, "None", "1.0", True, torch.tensor(1.0), -math.inf])
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -1, -0.5, math.nan, "None", "1.0", True, torch.tensor(1.0), -math.inf, 10**400]
+)
 def test_a_clip_without_a_meaning_is_refused(value):  # field log rows 3, 9
     model = mlp(6, 8, 4)
     before = [p.detach().clone() for p in model.parameters()]

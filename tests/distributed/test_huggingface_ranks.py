@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Accelerate on two ranks, beside the same with torch.optim.AdamW in DistributedDataParallel."""
+"""Hugging Face's Trainer and Accelerate on two ranks, beside torch.optim.AdamW in DistributedDataParallel."""
 
 from __future__ import annotations
 
