@@ -56,7 +56,9 @@ def test_two_runs_are_bit_equal(data, tmp_path):
 def test_reordering_changes_roundings_only(standard, data, tmp_path):
     job = Job(tmp_path, data, (*standard.overrides, "run.reorder=true"))
     job.run()
-    assert 0 < gap(job.losses(), standard.losses()) <= 5e-6
+    assert gap(job.losses(), standard.losses()) <= 5e-6
+    # The losses of so few steps may be the same in fp32.
+    assert 0 < gap(job.grad_norms(), standard.grad_norms()) <= 5e-5
 
 
 def test_data_parallel_ranks_train_the_same_batch(data, tmp_path):
