@@ -21,7 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONP
 # What is run on both supported versions of megatron-core.
 MEGATRON = ("test_megatron", "test_launch", "test_trainer", "test_gates_green")
 # Of these, the files that never import it.
-WITHOUT = ("test_launch_bench", "test_launch_bench_ranks", "test_launch_cluster")
+WITHOUT = ("test_launch_bench", "test_launch_bench_liger", "test_launch_bench_ranks", "test_launch_cluster")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
