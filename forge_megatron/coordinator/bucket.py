@@ -93,7 +93,11 @@ def unit_rows(p: Tensor) -> int:
 
 def share_of(p: Tensor, parts: int) -> int:
     """Rows of ``p`` in each of ``parts`` but the last ones (``torch.chunk``'s, and DTensor's ``Shard(0)``)."""
-    return min(round_up(-(-extent(p) // parts), unit_rows(p)), extent(p))
+    return _share(extent(p), unit_rows(p), parts)
+
+
+def _share(extent: int, unit: int, parts: int) -> int:
+    return min(round_up(-(-extent // parts), unit), extent)
 
 
 def part_rows(p: Tensor, parts: int, part: int) -> slice:
@@ -104,7 +108,7 @@ def part_rows(p: Tensor, parts: int, part: int) -> slice:
 @functools.lru_cache(maxsize=1 << 16)
 def _rows(extent: int, unit: int, parts: int, part: int, first: int, end: int) -> slice:
     """Rows ``first`` to ``end`` of one part, as the weight's own: asked twice a piece and step."""
-    share = min(round_up(-(-extent // parts), unit), extent)
+    share = _share(extent, unit, parts)
     start, stop = min(part * share, extent), min((part + 1) * share, extent)
     return slice(min(start + first, stop), min(start + end, stop))
 

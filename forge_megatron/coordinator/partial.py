@@ -205,11 +205,11 @@ class PartialSums(Members):
 
     @property
     def pipeline(self) -> Pipeline:
-        params = list(self._client().names)
-        if self._pipeline is None or self._pipeline_for != len(params):
+        names = self._client().names
+        if self._pipeline is None or self._pipeline_for != len(names):
             # What a group that has joined needs may be more.
-            self._pipeline = Pipeline(*self._memory(params), self.device, self.ranks.wait)
-            self._pipeline_for = len(params)
+            self._pipeline = Pipeline(*self._memory(list(names)), self.device, self.ranks.wait)
+            self._pipeline_for = len(names)
         return self._pipeline
 
     def _memory(self, params: list[Tensor]) -> tuple[int, int]:

@@ -77,11 +77,9 @@ class Slot:
     @property
     def stepped_dtype(self) -> torch.dtype:
         """Of the numbers that are stepped: the master's, where there is one."""
-        return (
-            (self.weight if self.master is None else self.master).dtype
-            if self.weight_dtype is None
-            else self.weight_dtype
-        )
+        if self.weight_dtype is not None:
+            return self.weight_dtype
+        return (self.weight if self.master is None else self.master).dtype
 
     def stepped(self) -> Tensor:
         """The numbers that are stepped, outside autograd; those of codes are a copy, one layer's scratch."""
