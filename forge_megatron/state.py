@@ -123,7 +123,7 @@ def exported(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     plain = {name: value for name, value in state.items() if name != "master"}
     for name, code, scale in zip(slot.rule.states, slot.codes(), slot.scales, strict=False):
-        plain[name] = code.load(state[name].cpu(), scale.cpu()).view(state[name].shape)
+        plain[name] = code.load(state[name].cpu(), scale.cpu())
         del plain[scale_name(name)]
     return plain
 
@@ -316,7 +316,8 @@ def _checked(
             if from_torch and name == "step" and not rule.counts_steps:
                 values[name] = torch.ones(())
                 continue
-            raise ValueError(f"{label}: the checkpoint has no {name!r}")
+            way_out = "; attach without masters, or load with convert=True, which makes it" if name == "master" else ""
+            raise ValueError(f"{label}: the checkpoint has no {name!r}{way_out}")
         value = torch.as_tensor(entry[name])
         if is_sharded(own) and not is_sharded(value) and value.shape == own.shape:
             value = shard_like(value, own)

@@ -38,15 +38,17 @@ class Code:
         """Return codes of ``x``'s shape and scales ``[..., blocks]``, bfloat16, of an fp32 tensor."""
         if self.scale is None:
             return self.encode(x, None), None
-        x = torch.atleast_1d(x)
-        scale = self.scale(in_blocks(x.abs()).amax(-1))
-        return self.encode(x, spread(scale, x.shape[-1])).view(self.dtype), scale.to(SCALE_DTYPE)
+        row = torch.atleast_1d(x)
+        scale = self.scale(in_blocks(row.abs()).amax(-1))
+        codes = self.encode(row, spread(scale, row.shape[-1]))
+        return codes.view(self.dtype).view(x.shape), scale.to(SCALE_DTYPE)
 
     def load(self, stored: Tensor, scale: Tensor | None) -> Tensor:
         """Return what :meth:`store` stored, in fp32."""
         if self.scale is None:
             return self.decode(stored, None)
-        return self.decode(as_bytes(stored), spread(scale.float(), stored.shape[-1] if stored.dim() else 1))
+        spread_out = spread(scale.float(), stored.shape[-1] if stored.dim() else 1)
+        return self.decode(as_bytes(stored), spread_out).view(stored.shape)
 
 
 def as_bytes(stored: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class StateFormat:
         if value == 0.0:
             return {name: stored.zero_(), scale_name(name): scale}
         codes, scales = code.store(torch.full(weight.shape, value, device=weight.device))
-        return {name: stored.copy_(codes.view(weight.shape)), scale_name(name): scale.copy_(scales)}
+        return {name: stored.copy_(codes), scale_name(name): scale.copy_(scales)}
 
 
 def scale_name(state: str) -> str:

@@ -148,7 +148,7 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier, factors: Sequence[Tensor]
         source = WEIGHT.load(weight, weight_scale)
     if rule.on_scratch:
         source = torch.full_like(weight, math.nan)
-    old = tuple(code.load(state, scale).view(grad.shape) for code, state, scale in stored)
+    old = tuple(code.load(state, scale) for code, state, scale in stored)
     new_weight, new_states = update(grad, source.float(), old, (*slot.scalars.unbind(), *factors))
     finite = torch.isfinite(grad)
     if factors:
@@ -161,7 +161,7 @@ def _apply(slot: Slot, rows, grad: Tensor, multiplier, factors: Sequence[Tensor]
         finite = spread(blocks, grad.shape[-1] if grad.dim() else 1).view(grad.shape)
     for (code, state, scale), new in zip(stored, new_states, strict=True):
         encoded, new_scale = code.store(new)
-        _keep(state, encoded.view(state.shape), finite)
+        _keep(state, encoded, finite)
         if scale is not None:
             _keep(scale, new_scale, blocks)
     new_weight = torch.where(finite, new_weight, source)

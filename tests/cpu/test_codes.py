@@ -6,6 +6,7 @@ import torch
 from code_cases import CODES, raw
 
 from forge_megatron.formats import state_format
+from forge_megatron.formats.code import scale_shape
 
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
 formats = pytest.mark.parametrize("name", ["int8", "fp8"])
@@ -44,6 +45,14 @@ def test_zero_is_code_zero_and_a_second_moment_never_becomes_it(name):
     assert not raw(stored).any()
     assert not scale.any()
     assert not code.load(stored, scale).any()
+
+
+@codes
+@pytest.mark.parametrize("shape", [(), (0,), (65,), (2, 0), (2, 3, 70)])
+def test_codes_and_what_they_stand_for_have_the_states_shape(code, shape):
+    stored, scale = code.store(torch.ones(shape))
+    assert stored.shape == code.load(stored, scale).shape == shape
+    assert scale.shape == scale_shape(torch.Size(shape))
 
 
 @formats

@@ -35,6 +35,28 @@ def test_a_load_keeps_every_dtype_and_every_byte(state_format, dtype):  # field 
         assert {mine["exp_avg"].dtype, mine["exp_avg_sq"].dtype} <= stored
 
 
+@pytest.mark.parametrize("state_format", ["int8", "fp8"])
+def test_the_states_of_a_scalar_are_converted_there_and_back(state_format):
+    """A logit scale beside a matrix: a parameter without dimensions, whose states have one scale."""
+
+    def attached(wanted):
+        model = nn.Linear(4, 3)
+        model.scale = nn.Parameter(torch.ones(()))
+        return model, forge.attach(model, lr=1e-3, state_format=wanted)
+
+    model, optimizer = attached("fp32")
+    (model(torch.ones(2, 4)) * model.scale).sum().backward()
+    optimizer.step()
+    moments = [optimizer.state[model.scale][name].clone() for name in ("exp_avg", "exp_avg_sq")]
+    for wanted in (state_format, "fp32"):
+        saved = optimizer.state_dict()
+        model, optimizer = attached(wanted)
+        with pytest.warns(UserWarning, match="states of the checkpoint were converted"):
+            optimizer.load_state_dict(saved, convert=True)
+    loaded = [optimizer.state[model.scale][name] for name in ("exp_avg", "exp_avg_sq")]
+    torch.testing.assert_close(loaded, moments, rtol=0.07, atol=0.0)
+
+
 def test_a_groups_own_format_is_that_of_its_states():  # field log row 95
     model = nn.ModuleDict({"embedding": nn.Embedding(10, 64), "head": nn.Linear(64, 10, bias=False)})
     groups = [
