@@ -97,8 +97,7 @@ def statistics_for(projection: Projection, shape: torch.Size) -> dict[str, tuple
 
 def check(rule: Rule, group: Mapping, bases: tuple[str, ...]) -> None:
     for key in ("rank", "update_proj_gap"):
-        if not isinstance(group[key], int) or group[key] < 1:
-            raise ValueError(f"{rule.name}: {key}={group[key]!r} is refused: give a whole number of at least 1")
+        rule.require_whole(group, key, 1)
     rule.require(group, "scale", 0.0)
     if group["proj"] not in bases:
         raise ValueError(f"{rule.name}: proj={group['proj']!r} is refused: use one of {', '.join(bases)}")

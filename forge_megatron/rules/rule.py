@@ -138,9 +138,9 @@ class Rule:
         for name in ("lr", "eps", "weight_decay"):
             if name == "lr" or isinstance(self.defaults.get(name), Real):
                 self.require(group, name, 0.0)
-        for name, default in self.defaults.items():
+        for name in (name for name, default in self.defaults.items() if isinstance(default, bool)):
             # A text from a configuration file is always true.
-            if isinstance(default, bool) and group[name] not in (True, False):
+            if isinstance(group[name], torch.Tensor) or group[name] not in (True, False):
                 raise ValueError(f"{self.name}: {name}={group[name]!r} is refused: give True or False")
         if "betas" in self.defaults:
             betas, count = group["betas"], len(self.defaults["betas"])
@@ -154,6 +154,14 @@ class Rule:
     def require(self, group: Mapping, name: str, low: float = -math.inf, high: float = math.inf) -> None:
         """Raise ``ValueError`` unless ``low <= group[name] < high``; NaN and infinities are refused."""
         _require(self.name, name, group[name], low, high)
+
+    def require_whole(self, group: Mapping, name: str, low: int, high: int | None = None) -> None:
+        """Raise ``ValueError`` unless ``group[name]`` is a whole number, ``low <= group[name] <= high``."""
+        value = group[name]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < low or (high is not None and value > high):
+            bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{self.name}: {name}={value!r} is refused: give a whole number {bounds}")
 
 
 def register(rule: Rule) -> Rule:
@@ -193,7 +201,7 @@ def _shipped() -> dict[str, str]:
 
 
 def _require(rule: str, name: str, value, low: float, high: float) -> None:
-    number = isinstance(value, (Real, torch.Tensor))
+    number = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     if not number or not low <= float(value) < high or math.isinf(float(value)):
         bounds = "" if low == -math.inf else f" of at least {low:g}"
         bounds += "" if high == math.inf else f" and below {high:g}"

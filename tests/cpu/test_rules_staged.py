@@ -1,6 +1,7 @@
 """Rules that read more than their own coordinate, 20 steps from ``.grad``, against torch.optim, packages and fp64."""
 
 import functools
+import math
 import sys
 
 import oracles
@@ -301,20 +302,32 @@ def test_muon_without_a_split_mixes_what_a_fused_weight_holds():
         ("muon", {"ns_steps": 100}, "ns_steps=100"),
         ("muon", {"ns_steps": 2.0}, r"ns_steps=2\.0"),
         ("muon", {"momentum": -0.1}, r"momentum=-0\.1"),
+        ("muon", {"momentum": "0.9"}, "momentum='0.9'"),
         ("muon", {"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms'"),
-        ("muon", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ("muon", {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)"),
+        ("muon", {"ns_coefficients": 2.0}, r"ns_coefficients=2\.0"),
+        ("muon", {"ns_coefficients": "abc"}, "ns_coefficients='abc'"),
+        ("muon", {"ns_coefficients": (1.0, math.nan, 2.0)}, r"ns_coefficients\[1\]=nan"),
         ("muon", {"row_split": (4, 0)}, r"row_split=\(4, 0\)"),
+        ("muon", {"row_split": 4.0}, r"row_split=4\.0"),
         ("scion", {"momentum": 0.0}, r"momentum=0\.0"),
+        ("scion", {"momentum": None}, "momentum=None"),
+        ("scion", {"scale": "3"}, "scale='3'"),
         ("scion", {"norm_type": 2}, "norm_type=2"),
         ("scion", {"constraint": True, "weight_decay": 0.1}, r"weight_decay=0\.1 with constraint=True"),
         ("adafactor", {"beta2_decay": 0.1}, "beta2_decay"),
         ("adafactor", {"d": 0.5}, r"d=0\.5"),
+        ("adafactor", {"beta2_decay": None}, "beta2_decay=None"),
         ("adafactor", {"eps": 1e-3}, r"eps=0\.001"),
-        ("adalomo", {"decay_rate": 0.8}, "decay_rate"),
+        ("adafactor", {"eps": ("1", 1e-3)}, r"eps\[0\]='1'"),
+        ("adafactor", {"eps": (None, -1.0)}, r"eps\[1\]=-1\.0"),
+        ("adalomo", {"decay_rate": 0.8}, r"decay_rate=0\.8"),
+        ("adalomo", {"decay_rate": "x"}, "decay_rate='x'"),
         ("sm3", {"beta": 1.0}, r"beta=1\.0"),
         ("lars", {"trust_coefficient": -1.0}, "trust_coefficient"),
         ("adam_mini", {"block_rows": 0}, "block_rows=0"),
         ("galore", {"rank": 0}, "rank=0"),
+        ("galore", {"rank": True}, "rank=True"),
         ("galore", {"proj": "random"}, "proj='random'"),
         ("apollo", {"scale_type": "row"}, "scale_type='row'"),
         ("apollo_mini", {"update_proj_gap": 1.5}, r"update_proj_gap=1\.5"),

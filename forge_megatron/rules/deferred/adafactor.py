@@ -10,7 +10,6 @@ decoupled; ``rms(w)`` is that from before it. A vector has ``variance`` in place
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 
 import torch
@@ -21,14 +20,15 @@ from ..stages import STORE_GRADIENT, Measure, Stage, Stages, over_all, over_rows
 
 
 def check(rule: Rule, group: Mapping) -> None:
-    if not -math.inf < float(group["beta2_decay"]) <= 0.0:
+    rule.require(group, "beta2_decay")
+    if group["beta2_decay"] > 0.0:
         raise ValueError(f"adafactor: beta2_decay={group['beta2_decay']!r} is refused: give a number of at most 0")
     rule.require(group, "d", 1.0)
     if not isinstance(group["eps"], (tuple, list)) or len(group["eps"]) != 2:
         raise ValueError(f"adafactor: eps={group['eps']!r} is refused: give (eps1 or None, eps2)")
-    eps1, eps2 = group["eps"]
-    if not (eps1 is None or 0.0 <= float(eps1) < math.inf) or not 0.0 <= float(eps2) < math.inf:
-        raise ValueError(f"adafactor: eps={group['eps']!r} is refused: give numbers of at least 0, or None for eps1")
+    named = {f"eps[{index}]": value for index, value in enumerate(group["eps"])}
+    for name in ("eps[1]",) if named["eps[0]"] is None else named:
+        rule.require(named, name, 0.0)
 
 
 def statistics_for(group: Mapping, shape: torch.Size) -> dict[str, tuple[int, ...]]:

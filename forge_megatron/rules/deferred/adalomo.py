@@ -9,7 +9,6 @@ authors' is, relative to the weight's size too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +19,8 @@ from ..stages import STORE_GRADIENT, Measure, Stage, Stages, over_all, over_rows
 
 
 def check(rule: Rule, group: Mapping) -> None:
-    if not -math.inf < float(group["decay_rate"]) <= 0.0:
+    rule.require(group, "decay_rate")
+    if group["decay_rate"] > 0.0:
         raise ValueError(f"adalomo: decay_rate={group['decay_rate']!r} is refused: give a number of at most 0")
     for name in ("eps1", "eps2", "clip_threshold"):
         rule.require(group, name, 0.0)

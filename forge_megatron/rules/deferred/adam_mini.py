@@ -21,9 +21,8 @@ from ..stages import STORE_GRADIENT, Measure, Stage, Stages, sign_of
 
 
 def check(rule: Rule, group: Mapping) -> None:
-    rows = group["block_rows"]
-    if rows is not None and not (isinstance(rows, int) and rows > 0):
-        raise ValueError(f"adam_mini: block_rows={rows!r} is refused: give a number of rows, or None")
+    if group["block_rows"] is not None:
+        rule.require_whole(group, "block_rows", 1)
 
 
 def fits(group: Mapping, shape: torch.Size) -> None:

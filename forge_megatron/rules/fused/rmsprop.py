@@ -20,6 +20,10 @@ from ..rule import Rule, register
 
 def check(rule: Rule, group: Mapping) -> None:
     rule.require(group, "alpha", 0.0)
+    if group["alpha"] > 1.0:
+        raise ValueError(
+            f"rmsprop: alpha={group['alpha']!r} is refused: a mean square would fall below 0; give at most 1"
+        )
     rule.require(group, "momentum", 0.0)
 
 

@@ -32,17 +32,17 @@ SCALES = (None, "original", "match_rms_adamw")
 
 
 def check(rule: Rule, group: Mapping) -> None:
-    if not 0.0 <= float(group["momentum"]) < math.inf:
-        raise ValueError(f"muon: momentum={group['momentum']!r} is refused: give a number of at least 0")
+    rule.require(group, "momentum", 0.0)
     if group["adjust_lr_fn"] not in SCALES:
         raise ValueError(f"muon: adjust_lr_fn={group['adjust_lr_fn']!r} is refused: use 'original' or {SCALES[2]!r}")
-    if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"muon: ns_steps={group['ns_steps']!r} is refused: give a whole number from 0 to 99")
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"muon: ns_coefficients={group['ns_coefficients']!r} is refused: give three numbers")
-    split = group["row_split"]
-    rows = (split,) if isinstance(split, int) else split
-    if split is not None and not (len(rows) and all(isinstance(r, int) and r > 0 for r in rows)):
+    rule.require_whole(group, "ns_steps", 0, 99)
+    coefficients, split = group["ns_coefficients"], group["row_split"]
+    if not isinstance(coefficients, (tuple, list)) or len(coefficients) != 3:
+        raise ValueError(f"muon: ns_coefficients={coefficients!r} is refused: give three numbers")
+    for index, coefficient in enumerate(coefficients):
+        rule.require({f"ns_coefficients[{index}]": coefficient}, f"ns_coefficients[{index}]")
+    rows = split if isinstance(split, (tuple, list)) else (split,)
+    if split is not None and not (rows and all(type(r) is int and r > 0 for r in rows)):
         raise ValueError(f"muon: row_split={split!r} is refused: give a number of rows, or several")
 
 

@@ -34,17 +34,18 @@ NORMS = ("auto", "spectral", "sign", "rms")
 
 
 def check(rule: Rule, group: Mapping) -> None:
-    if not 0.0 < float(group["momentum"]) <= 1.0:
+    rule.require(group, "momentum")
+    if not 0.0 < group["momentum"] <= 1.0:
         raise ValueError(
             f"scion: momentum={group['momentum']!r} is refused: it is the share of the new gradient, above 0 and at "
             "most 1 (0.1 is what others call momentum 0.9)"
         )
-    if not 0.0 < float(group["scale"]) < math.inf:
+    rule.require(group, "scale", 0.0)
+    if group["scale"] == 0.0:
         raise ValueError(f"scion: scale={group['scale']!r} is refused: give a number above 0")
     if group["norm_type"] not in NORMS:
         raise ValueError(f"scion: norm_type={group['norm_type']!r} is refused: use one of {', '.join(NORMS)}")
-    if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"scion: ns_steps={group['ns_steps']!r} is refused: give a whole number from 0 to 99")
+    rule.require_whole(group, "ns_steps", 0, 99)
     if group["constraint"]:
         rule.require(group, "lr", 0.0, 1.0)
         if group["weight_decay"]:
