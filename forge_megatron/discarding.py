@@ -46,12 +46,12 @@ class Discarding(Stepping):
         if accept and self._sums is not None:
             raise NotImplementedError("rollback(accept=True) with process_group= is not built; load a checkpoint")
         super().zero_grad(set_to_none=True)
-        self._drop_sums()
         self._gradients.close_window()
         self._had_gradient.clear()
         self._zeroed.clear()
         self._limit = self._measured_after = None
         restored = [book.roll_back(accept=accept) for book in self._books]
+        self._drop_sums()
         self._parameters.advance_running()
         self._parameters.reopen_window()
         return all(restored)

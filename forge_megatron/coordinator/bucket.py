@@ -192,7 +192,7 @@ def _width(p: Tensor, options: Buckets, gathered: bool) -> int:
 def _capacity(p: Tensor, size: int, options: Buckets, parts: int, uncut: Container[Tensor]) -> int:
     """Elements of a part of a bucket that ``p`` is put in."""
     least = share_of(p, parts) if p in uncut else min(unit_rows(p), share_of(p, parts))
-    return max((options.nbytes or MOST) // (size * parts), least * columns(p))
+    return max(options.nbytes // (size * parts), least * columns(p))
 
 
 def cut(
@@ -208,7 +208,7 @@ def cut(
 
     Args:
         params: distinct weights of any shapes.
-        options: size and wire dtype.
+        options: wire dtype, and a size (:meth:`Buckets.sized`).
         parts: stretches of a bucket.
         multiple: a bucket is a multiple of this many elements.
         gathered: the buffer holds the weights too, after their step, each in no more bytes than its gradient takes.

@@ -44,6 +44,11 @@ class Filler:
         """Whose turn it is; None at the end."""
         return self.pieces[self._passed].param if self._passed < len(self.pieces) else None
 
+    @property
+    def sent(self) -> set[Tensor]:
+        """The parameters of which a piece is in a bucket that was launched."""
+        return {piece.param for bucket in self._buckets[: self._bucket] for piece in bucket.pieces}
+
     def advance(
         self,
         pipeline: Pipeline,

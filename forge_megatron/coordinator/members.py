@@ -26,12 +26,19 @@ class Members:
 
     def __init__(self, ranks: Ranks, options: Buckets, client: Client, *, waits: bool):
         self.ranks = ranks
-        self.options = options
+        self._options = options
         self._client = weakref.ref(client)
         self._waits = waits
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self._reduced: frozenset[Tensor] = frozenset()
         self._unsynced = False
+
+    @property
+    def options(self) -> Buckets:
+        """With a size, which the parameters that there are when it is first asked for decide once and for all."""
+        if self._options.nbytes is None:
+            self._options = self._options.sized(self._client().names)
+        return self._options
 
     def start(self, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
         """Compares the ranks' models and options, and gives every rank the first rank's values.
@@ -41,7 +48,6 @@ class Members:
             NotImplementedError: parameters on several devices.
         """
         names = self._client().names
-        self.options = self.options.sized(names)
         devices = {p.device for p in names}
         if len(devices) > 1:
             raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")

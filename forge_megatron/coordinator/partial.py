@@ -56,6 +56,7 @@ class PartialSums(Members):
         super().__init__(ranks, options, client, waits=waits)
         self.backend = backend
         self._scale = scale / ranks.size if options.average else scale
+        self._mean: Tensor | None = None
         self._pipeline: Pipeline | None = None
         self._pipeline_for = 0
         self._late: set[Tensor] = set()
@@ -129,6 +130,14 @@ class PartialSums(Members):
                 self._meet(set(), self._client().shared_facts(), at_step=False)
             else:
                 self._pass()
+
+    def abandon(self) -> Collection[Tensor]:
+        """A bucket is stepped by no rank before all have sent it: what was not sent is unchanged everywhere."""
+        window = self._window
+        sent = set() if self._filler is None else self._filler.sent
+        for p in window.arrived - sent - window.done:
+            self._client().owned[p].updated = False
+        return sent - window.changed - window.done
 
     def _pass(self) -> None:
         self.begin(self._kept_here())
@@ -223,19 +232,18 @@ class PartialSums(Members):
         lengths = [b.length * self.parts // self.ranks.size * b.dtype.itemsize for b in self._cut(params)]
         return nbytes * count + (sum(lengths) if sums else 0)
 
-    def average(self, elements: Tensor) -> None:
-        """Before the sum, as DistributedDataParallel does, so that a sum of many does not overflow."""
-        if self._scale != 1.0:
-            elements.mul_(self._scale)
-
     def step_pieces(
         self, bucket: Bucket, stretch: Tensor, rank: int, multiplier: Tensor | None, *, with_norms: bool = True
     ) -> None:
-        """One launch for all pieces in one part of a summed bucket.
+        """One launch for all pieces in one part of a summed bucket, which scales the sums too, in fp32.
 
         Args:
             multiplier: of every gradient, 0-dim; or of each parameter's, in the order of the optimizer's.
         """
+        if self._scale != 1.0:
+            if self._mean is None:
+                self._mean = torch.full((), self._scale, dtype=torch.float32, device=self.device)
+            multiplier = self._mean if multiplier is None else multiplier * self._mean
         slots, grads = [], []
         each = None
         if multiplier is not None and multiplier.dim() == 1:
@@ -246,6 +254,7 @@ class PartialSums(Members):
             # A rank without rows takes part in what the others ask about the whole.
             if rows.stop == rows.start and slot.whole is WHOLE:
                 continue
+            self._window.changed.add(piece.param)
             slots.append(self._held.slot(slot, piece, rows, self.norm_of(piece) if with_norms else None))
             grad = piece.view(stretch, rows)
             grads.append(grad if each is None else grad.float() * each[piece.param])
@@ -369,6 +378,7 @@ class PartialSums(Members):
         total = torch.stack(flat).double() if flat else torch.zeros(0, dtype=torch.float64, device=self.device)
         if any(len(one) != 1 for one in pieces):
             total = torch.stack([part.sum() for part in total.split([len(one) for one in pieces])])
+        total *= self._scale**2
         if partial and stepped:
             if self.parts == 1 and self.ranks.rank > 0:
                 # What backward stepped was measured whole on every rank.

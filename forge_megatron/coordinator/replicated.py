@@ -20,14 +20,12 @@ class Replicated(PartialSums):
 
     def route(self, bucket: Bucket, buffer: Tensor, multiplier: Tensor | None) -> Route:
         elements = bucket.elements(buffer, 1, bucket.dtype)
-        self.average(elements)
         yield from self.ranks.all_reduce(elements)
         self.learn(bucket, elements)
         self.step_pieces(bucket, elements, 0, multiplier)
 
     def route_kept(self, bucket: Bucket, buffer: Tensor) -> Route:
         elements = bucket.elements(buffer, 1, bucket.dtype)
-        self.average(elements)
         yield from self.ranks.reduce_scatter(elements)
         mine = self.ranks.part(elements)
         self.keep(bucket, mine)

@@ -61,7 +61,6 @@ class ShardedStates(PartialSums):
 
     def route(self, bucket: Bucket, buffer: Tensor, multiplier: Tensor | None) -> Route:
         elements = bucket.elements(buffer, self.parts, bucket.dtype)
-        self.average(elements)
         yield from self.ranks.reduce_scatter(elements)
         self.learn(bucket, self.ranks.part(elements))
         self.step_pieces(bucket, self.ranks.part(elements), self.ranks.rank, multiplier)
@@ -69,7 +68,6 @@ class ShardedStates(PartialSums):
 
     def route_kept(self, bucket: Bucket, buffer: Tensor) -> Route:
         elements = bucket.elements(buffer, self.parts, bucket.dtype)
-        self.average(elements)
         yield from self.ranks.reduce_scatter(elements)
         mine = self.ranks.part(elements)
         self.keep(bucket, mine)

@@ -42,6 +42,7 @@ class Window:
         done: what has been sent.
         agreed: the parameters of which any rank has a gradient; None before the ranks have met in ``step()``.
         kept: this rank's part of every summed bucket, where a norm over all of them comes before the first step.
+        changed: the parameters of which a piece was stepped here.
         norms: those of each parameter's pieces that were stepped or kept here.
     """
 
@@ -52,4 +53,5 @@ class Window:
     done: set[Tensor] = field(default_factory=set)
     agreed: set[Tensor] | None = None
     kept: list[tuple[Bucket, Tensor]] | None = None
+    changed: set[Tensor] = field(default_factory=set)
     norms: dict[Tensor, list[Tensor]] = field(default_factory=dict)

@@ -29,6 +29,14 @@ def failed_after_updates(count: int, of: int, first: str) -> str:
     return f"the last backward failed after it had updated {count} of {of} weights (the first is {first}); {WAY_OUT}"
 
 
+def failed_after_sending(count: int, of: int, first: str) -> str:
+    """What stays an error after a backward that raised when other ranks had this one's part of some gradients."""
+    return (
+        f"the last backward failed after it had sent the gradients of {count} of {of} weights (the first is {first}), "
+        f"which other ranks may have stepped; {WAY_OUT}"
+    )
+
+
 def refused_after_adding(name: str, updated: bool) -> str:
     """What stays an error after a backward that raised before it reached an owned weight.
 

@@ -20,6 +20,7 @@ from forge_megatron.linear.counts import raise_counts
 from forge_megatron.linear.factors import count_shared, keep_apart
 from forge_megatron.linear.half_steps import (
     WAY_OUT,
+    failed_after_sending,
     failed_after_updates,
     refused_after_adding,
     rolled_back_after_updates,
@@ -85,13 +86,17 @@ class Ledger:
             return
         for it in tasks.values():
             self._count_updates(it.wanted)
-        stepped = [owned.name for owned in self.owned if owned.updated]
+        elsewhere = self.now.abandon()
+        stepped = [owned.name for owned in self.owned if owned.updated and owned.weight not in elsewhere]
+        sent = [owned.name for owned in self.owned if owned.weight in elsewhere]
         folded = [owned.name for owned in self.owned if owned.factors.folded_tasks & failed]
         for owned in self.owned:
             for task in failed:
                 owned.factors.drop_task(task)
         if stepped:
             self._broken = failed_after_updates(len(stepped), len(self.owned), stepped[0])
+        elif sent:
+            self._broken = failed_after_sending(len(sent), len(self.owned), sent[0])
         else:
             where = f" ({folded[0]} had already been accumulated)" if folded else ""
             self._broken = f"the last backward failed{where}; call zero_grad() to discard the window"
@@ -247,8 +252,8 @@ class Ledger:
     @staticmethod
     def refuse_running() -> None:
         """The running backward raises before any owned weight took part; what it added to ``.grad`` is an error."""
-        for ledger in _ledgers:
-            name = ledger._client().added_here() if ledger.owned else None
+        for ledger, client in _in_use().items():
+            name = client.added_here()
             if name is not None and ledger._broken is None:
                 ledger._broken = refused_after_adding(name, any(owned.updated for owned in ledger.owned))
 
@@ -283,10 +288,9 @@ class Ledger:
                     f"{owned.name}: a second backward before step(), but the weight has already been updated; "
                     "call step() after each backward, or attach with accumulation_steps"
                 )
-            new = recomputed = False
+            new = False
             for use in here:
                 use.expect_current()
-                recomputed |= use.recomputed
                 # Several graphs of forwards that were run before the first backward are one micro-batch.
                 new |= use.opened >= owned.examined and not use.recomputed
             micro_batch = owned.micro_batches + new
@@ -303,9 +307,9 @@ class Ledger:
                 or (owned.waits and self.micro_batches == 1)
                 or owned.weight.grad is not None
                 or owned.has_unfinished(here, alive)
-                or owned.plain_consumer_runs()
-                # The outer graph task of a reentrant checkpoint can't be asked.
-                or (recomputed and owned.has_plain_consumer())
+                # Of a graph whose backward comes later, as of the outer graph task of a reentrant checkpoint, the
+                # engine cannot be asked.
+                or owned.has_plain_consumer()
             )
             if not waits:
                 owned.factors.expect_unchanged(owned.name)
@@ -360,10 +364,18 @@ class Ledger:
             self.now.finish()
 
 
+def _in_use() -> dict[Ledger, Client]:
+    """In one order on every rank, for the ends of their backwards may meet there.
+
+    A traceback or a cycle may keep the book of an optimizer that is gone, and its own end must not come in between.
+    """
+    books = sorted((ledger for ledger in _ledgers if ledger.owned), key=lambda ledger: ledger.number)
+    return {ledger: client for ledger in books if (client := ledger._client()) is not None}
+
+
 def _preflight(task: int, first: Use) -> None:
     """Asks every optimizer's book before any of them changes a weight."""
-    # In one order on every rank, for their ends may meet there.
-    ledgers = sorted((ledger for ledger in _ledgers if ledger.owned), key=lambda ledger: ledger.number)
+    ledgers = _in_use()
     findings = [ledger.examine(first) for ledger in ledgers]
     references = [weakref.ref(ledger) for ledger in ledgers]
 

@@ -141,10 +141,9 @@ class OwnedWeight:
         watch_registrations(weight, _asking(weakref.ref(self)), _asking(weakref.ref(self), sums=True))
 
     def renew_ticket(self) -> None:
-        """Makes the ticket's and the weight's nodes anew: autograd runs a leaf's on the stream that made it."""
+        """Makes the ticket's node anew: autograd runs a leaf's on the stream that made it."""
         self.ticket = torch.zeros((), dtype=torch.float32, device=self.weight.device, requires_grad=True)
         self._ticket_node = get_gradient_edge(self.ticket).node
-        self._weight_node = None
 
     def clear(self) -> None:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
@@ -203,18 +202,13 @@ class OwnedWeight:
     def ticket_runs(self) -> bool:
         return _will_execute(self._ticket_node)
 
-    def plain_consumer_runs(self) -> bool:
-        """Inside a backward: something reads the weight without calling the module."""
-        if self._weight_node is None or self._weight_node.variable is not self.weight:
-            self._weight_node = get_gradient_edge(self.weight).node
-        return _will_execute(self._weight_node)
-
     def has_plain_consumer(self) -> bool:
-        """A graph that is alive, be it of an outer graph task, reads the weight without calling the module.
+        """A graph that is alive reads the weight without calling the module, be it the running one or another.
 
-        Its nodes keep the weight's alive; a mark that is left on it is gone otherwise.
+        Its nodes keep the weight's alive, which holds the weight; a mark that is left on it is gone otherwise.
         """
-        self._weight_node = None
+        if self.weight._use_count() == 1:
+            return False
         get_gradient_edge(self.weight).node.metadata["forge_megatron"] = True
         return "forge_megatron" in get_gradient_edge(self.weight).node.metadata
 

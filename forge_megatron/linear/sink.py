@@ -62,6 +62,13 @@ class Now(Sink, Protocol):
     def finish(self) -> None:
         """A backward that wanted gradients of owned weights has ended; not one that runs inside another."""
 
+    def abandon(self) -> Collection[Tensor]:
+        """A backward has raised: what it completed and nobody has seen is as if it had not been.
+
+        Returns:
+            The weights that are as they were here, and whose gradient others have.
+        """
+
 
 class FusedStep:
     """The gradient is complete here and now: one launch forms each tile and steps it in registers.
@@ -101,3 +108,7 @@ class FusedStep:
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+    def abandon(self) -> Collection[Tensor]:
+        """Every gradient that was complete has been stepped."""
+        return ()

@@ -131,26 +131,46 @@ def test_a_weight_that_only_a_function_reads(backend):
 
 
 @backends
-def test_a_function_then_the_module_in_two_backwards(backend):
+@pytest.mark.parametrize("module_first", [True, False])
+def test_a_module_and_a_function_in_two_graphs(backend, module_first):
+    """The function's backward needs the weight itself, which must not have changed."""
     pair = Pair(mlp(6, 6), backend=backend)
     x = batch(5, 6)
     for _ in range(2):
         for model, optimizer in pair.sides():
-            plain, called = F.linear(x, model[0].weight).square().mean(), model(x).square().mean()
-            plain.backward()
-            called.backward()
+            read = F.linear(x.clone().requires_grad_(), model[0].weight).square().mean()
+            called = model(x).square().mean()
+            for loss in (called, read) if module_first else (read, called):
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     pair.expect_equal()
 
 
 @backends
-def test_the_module_then_a_function_in_two_backwards_is_refused(backend):
+def test_a_function_s_graph_that_is_alive_but_never_differentiated(backend):
+    """The weight waits for as long as it might be, and no longer."""
+    pair = Pair(mlp(6, 6), backend=backend)
+    x = batch(5, 6)
+    kept = {id(model): model[0].weight.norm() for model, _ in pair.sides()}
+    pair.train(mean_square(x))
+    before = pair.model[0].weight.detach().clone()
+    mean_square(x)(pair.model).backward()
+    assert torch.equal(pair.model[0].weight, before)
+    pair.optimizer.zero_grad()
+    kept.clear()
+    mean_square(x)(pair.model).backward()
+    assert not torch.equal(pair.model[0].weight, before)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+
+
+@backends
+def test_a_function_that_reads_what_backward_has_updated_is_refused(backend):
     model = mlp(6, 6)
     optimizer = forge.attach(model, lr=1e-3, backend=backend)
-    total = model[0].weight.sum()
     model(batch(5, 6)).square().mean().backward()
-    total.backward()
+    model[0].weight.sum().backward()
     with pytest.raises(RuntimeError, match=r"0\.weight.*without its module"):
         optimizer.step()
 
