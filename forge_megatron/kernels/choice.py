@@ -27,6 +27,9 @@ from .tuned import Candidate, lookup, note
 #: Bytes to which the copy engine's rows are aligned.
 ROW_ALIGNMENT = 16
 
+#: Whether "auto" takes the Hopper kernel for experts in one tensor.
+AUTO_STEPS_EXPERTS_BY_HOPPER = False
+
 #: Coordinates from which the Hopper kernel adds to an accumulator faster than cuBLAS does.
 LARGE = 1 << 25
 
@@ -95,12 +98,7 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
     )
     if chosen == "hopper" and not _hopper().supports(slot, segments, accumulator):
         if backend == "hopper":
-            raise ValueError(
-                f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
-                "of unit stride as the weight's, the states' and the accumulator's, some tokens, and states in fp32 or "
-                "bf16; "
-                'use backend="auto"'
-            )
+            raise _refused_by_hopper(slot)
         chosen = "cublas"
     if chosen == "cublas" and not _cublas().supports(slot, segments, accumulator):
         if backend == "cublas":
@@ -110,6 +108,32 @@ def choose_for(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | No
             )
         chosen = "triton"
     return chosen
+
+
+def choose_experts(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> str:
+    """Return the kernel's name for the operands of experts in one tensor; cuBLAS steps none.
+
+    Raises:
+        ValueError: ``backend`` asks for a kernel that cannot take them.
+    """
+    device = slot.weight.device
+    if resolve_backend(device, backend) == "reference":
+        return "reference"
+    # A batch may route no token to the experts of a rank.
+    if not experts_by_hopper(device, backend) or not any(x.shape[0] for _, x in segments):
+        return "triton"
+    if _hopper().supports(slot, segments, accumulator):
+        return "hopper"
+    if backend == "hopper":
+        raise _refused_by_hopper(slot)
+    return "triton"
+
+
+def experts_by_hopper(device: torch.device, backend: str) -> bool:
+    """Whether the Hopper kernel is taken for experts in one tensor, where it can take them."""
+    if backend == "auto":
+        return AUTO_STEPS_EXPERTS_BY_HOPPER and is_hopper(device) and has_tried_gluon()
+    return backend == "hopper"
 
 
 def choose_launch(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, backend: str) -> Candidate:
@@ -157,6 +181,14 @@ def adds_by_cublas(out: Tensor, accumulator: Tensor | None) -> bool:
 def adds_by_hopper(out: Tensor, accumulator: Tensor | None) -> bool:
     """Whether ``"auto"`` takes the Hopper kernel to add a gradient to ``accumulator``, where it can."""
     return accumulator is not None and out.numel() >= LARGE and is_hopper(out.device) and has_tried_gluon()
+
+
+def _refused_by_hopper(slot: Slot) -> ValueError:
+    return ValueError(
+        f'{slot.name}: backend="hopper" takes bf16 or fp16 operands of one dtype with 16-byte aligned rows '
+        "of unit stride as the weight's, the states' and the accumulator's, some tokens, and states in fp32 or bf16; "
+        'use backend="auto"'
+    )
 
 
 def _hopper():

@@ -38,11 +38,16 @@ def hopper_us(
     tokens: int,
     element_bytes: int = MEASURED_BYTES,
     stochastic: bool = False,
+    experts: int = 1,
 ) -> float:
-    """µs of the Hopper kernel for an ``[rows, columns]`` gradient, with ``element_bytes`` of weight and states."""
+    """µs of the Hopper kernel for an ``[rows, columns]`` gradient, with ``element_bytes`` of weight and states.
+
+    Of several experts' gradients, which share the tokens, each is taken to have as many.
+    """
     height, width, moved, multiplied, rounded = TILES[configuration]
-    tiles = math.ceil(rows / height) * math.ceil(columns / width)
-    each = moved * element_bytes / MEASURED_BYTES + multiplied * tokens / 1024 + (rounded if stochastic else 0.0)
+    tiles = experts * math.ceil(rows / height) * math.ceil(columns / width)
+    multiplied *= tokens / experts / 1024
+    each = moved * element_bytes / MEASURED_BYTES + multiplied + (rounded if stochastic else 0.0)
     return LAUNCH_US + math.ceil(tiles / PROCESSORS) * each
 
 

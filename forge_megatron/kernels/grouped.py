@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from . import reference, regimes
 from .backend import resolve_backend
 from .blocks import at
+from .choice import choose_experts, experts_by_hopper
 from .grouped_rows import GroupedRows
 from .merge import MAX_SEGMENTS
 from .slot import Segment, Slot, check_accumulator, check_segments
+from .tuned import Candidate, note
 
 
 def is_grouped(shape: Sequence[int]) -> bool:
@@ -59,9 +62,10 @@ def wgrad_step(
         wgrad_write(segments, whole, accumulator, backend)
         regimes.step([slot], [whole], multiplier, backend)
         return
-    triton = _triton(device, backend)
-    if triton is not None:
-        triton.wgrad_step(slot, segments, accumulator, multiplier)
+    chosen = choose_experts(slot, segments, accumulator, backend)
+    note(slot, sum(x.shape[0] for _, x in segments), Candidate(chosen), tuned=False)
+    if chosen != "reference":
+        _kernels(chosen).wgrad_step(slot, segments, accumulator, multiplier)
         return
     norms = None if slot.norm_sq is None else slot.norm_sq.new_zeros(shape[0])
     for expert, factors in _by_expert(segments, shape[0]):
@@ -79,9 +83,12 @@ def wgrad_norm_sq(
     """Write the sum of squares of all experts' gradients to ``out``."""
     check_grouped("wgrad_norm_sq", segments, shape, out.device)
     _check_contiguous("wgrad_norm_sq", accumulator)
-    triton = _triton(out.device, backend)
-    if triton is not None:
-        triton.wgrad_norm_sq(segments, out, accumulator, shape)
+    if resolve_backend(out.device, backend) != "reference":
+        hopper = _kernels("hopper") if experts_by_hopper(out.device, backend) and accumulator is None else None
+        if hopper is not None and hopper.takes_operands(segments, shape):
+            hopper.wgrad_norm_sq(segments, out, shape)
+        else:
+            _kernels("triton").wgrad_norm_sq(segments, out, accumulator, shape)
         return
     norms = torch.zeros(shape[0], dtype=torch.float64, device=out.device)
     for expert, factors in _by_expert(segments, shape[0]):
@@ -94,9 +101,10 @@ def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | 
     """Write the experts' gradients to ``out``, which may be ``accumulator``."""
     check_grouped("wgrad: out", segments, out.shape, out.device)
     _check_contiguous("wgrad: out", accumulator, out)
-    triton = _triton(out.device, backend)
-    if triton is not None:
-        triton.wgrad_write(segments, out, accumulator)
+    if resolve_backend(out.device, backend) != "reference":
+        hopper = _kernels("hopper") if experts_by_hopper(out.device, backend) else None
+        takes = hopper is not None and hopper.takes_write(segments, out, accumulator)
+        (hopper if takes else _kernels("triton")).wgrad_write(segments, out, accumulator)
         return
     for expert, factors in _by_expert(segments, out.shape[0]):
         reference.wgrad_write(factors, out[expert], None if accumulator is None else accumulator[expert])
@@ -109,8 +117,8 @@ def first_of(slot: Slot) -> Slot:
     return part
 
 
-def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Tensor, ...]]:
-    """Return the segments as plain tensors, and the bounds of each; more than a launch takes become one.
+def merge_experts(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the segments that have tokens; more than a launch takes become one.
 
     Their tokens are brought into the order of the experts on the device.
     """
@@ -124,6 +132,12 @@ def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Ten
         bounds = torch.stack([dy.bounds for dy, _ in segments]).sum(0, dtype=torch.int32)
         rows = torch.cat([dy.rows for dy, _ in segments])[order]
         segments = [(GroupedRows(rows, bounds), torch.cat([x for _, x in segments])[order])]
+    return segments
+
+
+def merge_grouped(segments: Sequence[Segment]) -> tuple[list[Segment], tuple[Tensor, ...]]:
+    """Return :func:`merge_experts` as plain tensors, and the bounds of each."""
+    segments = merge_experts(segments)
     return [(dy.rows, x) for dy, x in segments], tuple(dy.bounds for dy, _ in segments)
 
 
@@ -143,11 +157,9 @@ def _by_expert(segments: Sequence[Segment], experts: int) -> Iterator[tuple[int,
         yield expert, [(dy.rows[s[expert] : s[expert + 1]], x[s[expert] : s[expert + 1]]) for (dy, x), s in pairs]
 
 
-def _triton(device: torch.device, backend: str):
-    if resolve_backend(device, backend) == "reference":
-        return None
+def _kernels(name: str) -> ModuleType:
     # Triton is imported by its first use: importing this package must not need it.
-    return importlib.import_module(".triton_wgrad", __package__)
+    return importlib.import_module(f".{name}_wgrad", __package__)
 
 
 def _check_contiguous(name: str, *tensors: Tensor | None) -> None:

@@ -65,7 +65,12 @@ CONFIGS = {
 
 @functools.cache
 def choose_config(
-    rows: int, columns: int, tokens: int, element_bytes: int = MEASURED_BYTES, stochastic: bool = False
+    rows: int,
+    columns: int,
+    tokens: int,
+    element_bytes: int = MEASURED_BYTES,
+    stochastic: bool = False,
+    experts: int = 1,
 ) -> str:
     """Return the configuration that :mod:`.cost` expects to be the fastest for an ``[rows, columns]`` gradient.
 
@@ -73,8 +78,9 @@ def choose_config(
         tokens: of all segments together.
         element_bytes: of weight, master, states and accumulator together, for one coordinate.
         stochastic: whether the weight is rounded so.
+        experts: gradients of this shape, which share the tokens.
     """
-    return min(CONFIGS, key=lambda name: hopper_us(name, rows, columns, tokens, element_bytes, stochastic))
+    return min(CONFIGS, key=lambda name: hopper_us(name, rows, columns, tokens, element_bytes, stochastic, experts))
 
 
 @functools.cache

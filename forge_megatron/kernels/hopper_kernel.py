@@ -44,6 +44,10 @@ What is written is the weight and its states, or with ``RULE`` None the gradient
 ``written`` at all only its norm remains. Then nothing takes the slots but what is written: the loader
 hands over empty ones, or with ``ADD`` those of what the gradient is added to. A weight that is a scratch is written
 and not read either, beside its states.
+
+With ``experts`` the weight is ``[experts, O, I]``, their tiles follow one another, and a tile sums over its expert's
+tokens, which lie between its bounds in device memory. One without any has no u: its gradient is 0. What cuts boxes at
+an expert's last row and last token is :mod:`.hopper_descriptors`'s.
 """
 
 # ruff: noqa: RUF005 - Triton has no unpacking
@@ -59,7 +63,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_copy import PANEL, load_slots, produce_operands, store_slots, sub_tile_origin, tile_origin
+from .hopper_copy import (
+    PANEL,
+    blocks_of,
+    expert_of,
+    load_slots,
+    produce_operands,
+    store_slots,
+    sub_tile_origin,
+    tile_origin,
+    tiles_of,
+)
 from .hopper_epilogue import (
     THREADS_OF_A_ROW,
     gradient_parts,
@@ -110,10 +124,11 @@ def consume(
     CHUNKS: gl.constexpr,
     SELF: gl.constexpr,
 ):
-    tiles = walk[0] * walk[1]
+    tiles = tiles_of(walk)
+    GROUPED: gl.constexpr = len(walk) == 4
     a_ring, b_ring, full, empty = stages
     moved_slots, rounded_slots, added_slots, ready, done, _free = slots
-    scalars, noise, multiplier, partials = inputs
+    scalars, noise, multiplier, partials, rows = inputs
     turn, step = order
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_T: gl.constexpr = b_ring.shape[1]
@@ -143,21 +158,22 @@ def consume(
     scale = 1.0
     if len(multiplier) > 0:
         scale = gl.load(multiplier[0])
-    blocks = 0
-    for segment in gl.static_range(len(tokens)):
-        blocks += gl.cdiv(tokens[segment], BLOCK_T)
 
     job = SELF if PINGPONG else 0
     first = gl.program_id(0) + job * gl.num_programs(0)
+    u = 0
+    if job == 1:
+        u += blocks_of(tokens, expert_of(gl.program_id(0), walk), BLOCK_T, GROUPED)
     for tile in range(first, tiles, JOBS * gl.num_programs(0)):
         tile_row, tile_column = tile_origin(tile, walk, TILE)
+        expert = expert_of(tile, walk)
+        blocks = blocks_of(tokens, expert, BLOCK_T, GROUPED)
         if PINGPONG:
             # Phase p of turn[c] ends c's p-th wait; consumer 0's first needs nobody.
             mbarrier.wait(turn.index(SELF), ((job // 2) & 1) ^ (1 - SELF))
         acc = ()
         for _ in gl.static_range(PANELS):
             acc = acc + (gl.zeros([PANEL, BLOCK_I], gl.float32, mma),)
-        u = job * blocks
         for block in range(blocks):
             stage = u % STAGES
             mbarrier.wait(full.index(stage), (u // STAGES) & 1)
@@ -173,6 +189,10 @@ def consume(
             mbarrier.arrive(turn.index(1 - SELF), count=1)
         acc = all_but(acc, 0)
         mbarrier.arrive(empty.index((u + STAGES - 1) % STAGES), count=1, pred=blocks > 0)
+        if PINGPONG:
+            # The other consumer's next tile; beyond the last there is none, and nobody counts.
+            other = gl.minimum(tile + gl.num_programs(0), tiles - 1)
+            u += blocks_of(tokens, expert_of(other, walk), BLOCK_T, GROUPED)
 
         squares = gl.zeros([PANEL, 4], gl.float32, THREADS_OF_A_ROW)
         tiles_left = ()
@@ -194,7 +214,8 @@ def consume(
                 parts, squares = gradient_parts(
                     tiles_left, added_slots, slot, scale, squares, len(multiplier) > 0, len(partials) > 0, CHUNKS, sub
                 )
-                place = (slot, row, column)
+                # All experts are one tensor, of which the rows are numbered through.
+                place = (slot, row + expert * rows if GROUPED else row, column)
                 if RULE is None:
                     write_sub_tile(parts, (moved_slots, rounded_slots), place, CHUNKS, sub)
                 else:
@@ -222,11 +243,16 @@ def all_but(issued, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def slot_buffers(descriptors, SLOTS: gl.constexpr):
+def ring(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def slot_buffers(descriptors, SUB_I: gl.constexpr, SLOTS: gl.constexpr):
     buffers = ()
     for each in gl.static_range(len(descriptors)):
-        d = descriptors[each]
-        buffers = buffers + (gl.allocate_shared_memory(d.dtype, [SLOTS] + d.block_type.shape, d.layout),)
+        buffers = buffers + (ring(descriptors[each].dtype, SLOTS, PANEL, SUB_I),)
     return buffers
 
 
@@ -238,7 +264,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return allocated
 
 
-@gluon.jit(do_not_specialize=["group"])
+@gluon.jit(do_not_specialize=["group", "experts"])
 def hopper_wgrad_step_kernel(
     dy0,
     dy1,
@@ -248,6 +274,10 @@ def hopper_wgrad_step_kernel(
     x1,
     x2,
     x3,
+    bounds0,
+    bounds1,
+    bounds2,
+    bounds3,
     written,
     master,
     state0,
@@ -259,6 +289,7 @@ def hopper_wgrad_step_kernel(
     multiplier,
     partials,
     group,
+    experts,
     RULE: gl.constexpr,
     ADD: gl.constexpr,
     OPERAND: gl.constexpr,
@@ -279,6 +310,10 @@ def hopper_wgrad_step_kernel(
     xs = xs if x1 is None else xs + (x1,)
     xs = xs if x2 is None else xs + (x2,)
     xs = xs if x3 is None else xs + (x3,)
+    bounds = () if bounds0 is None else (bounds0,)
+    bounds = bounds if bounds1 is None else bounds + (bounds1,)
+    bounds = bounds if bounds2 is None else bounds + (bounds2,)
+    bounds = bounds if bounds3 is None else bounds + (bounds3,)
     outputs = () if written is None else (written,)
     READ: gl.constexpr = ADD if RULE is None else not RULE[2]
     moved = outputs if READ else ()
@@ -297,16 +332,14 @@ def hopper_wgrad_step_kernel(
     TILE_I: gl.constexpr = TILE[1]
     SLOTS: gl.constexpr = TILE[3]
     PANELS: gl.constexpr = TILE_O // PANEL
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, PANEL], OPERAND)
-    b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, TILE_I], OPERAND)
-    a_ring = gl.allocate_shared_memory(OPERAND, [STAGES * PANELS, BLOCK_T, PANEL], a_layout)
-    b_ring = gl.allocate_shared_memory(OPERAND, [STAGES, BLOCK_T, TILE_I], b_layout)
+    a_ring = ring(OPERAND, STAGES * PANELS, BLOCK_T, PANEL)
+    b_ring = ring(OPERAND, STAGES, BLOCK_T, TILE_I)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, 1 if PINGPONG else 2)
 
-    moved_slots = slot_buffers(moved, SLOTS)
-    rounded_slots = slot_buffers(rounded, SLOTS)
-    added_slots = slot_buffers(added, SLOTS)
+    moved_slots = slot_buffers(moved, TILE[2], SLOTS)
+    rounded_slots = slot_buffers(rounded, TILE[2], SLOTS)
+    added_slots = slot_buffers(added, TILE[2], SLOTS)
     ready = barriers(SLOTS, 1)
     done = barriers(SLOTS, 1)
     free = barriers(SLOTS, 1)
@@ -314,20 +347,24 @@ def hopper_wgrad_step_kernel(
     # The copy engine arrives at these barriers: it must see them initialised.
     fence_async_shared()
 
-    tokens = ()
-    for segment in gl.static_range(len(dys)):
-        tokens = tokens + (dys[segment].shape[0],)
-    shape = (dys[0].shape[1], xs[0].shape[1])
-    walk = (gl.cdiv(shape[0], TILE_O), gl.cdiv(shape[1], TILE_I), group)
+    rows = dys[0].shape[len(dys[0].block_type.shape) - 1]
+    columns = xs[0].shape[len(xs[0].block_type.shape) - 1]
+    walk = (gl.cdiv(rows, TILE_O), gl.cdiv(columns, TILE_I), group)
+    tokens = bounds
+    if experts is None:
+        for segment in gl.static_range(len(dys)):
+            tokens = tokens + (dys[segment].shape[0],)
+    else:
+        walk = walk + (experts,)
     stages = (a_ring, b_ring, full, empty)
     slots = (moved_slots, rounded_slots, added_slots, ready, done, free)
     descriptors = (moved, rounded, added)
-    inputs = (scalars, noise, multiplier, partials)
+    inputs = (scalars, noise, multiplier, partials, rows)
     gl.warp_specialize(
         [
             (consume, (walk, tokens, stages, slots, order, inputs, RULE, TILE, PINGPONG, CHUNKS, 0)),
             (consume, (walk, tokens, stages, slots, order, inputs, RULE, TILE, PINGPONG, CHUNKS, 1)),
-            (produce_operands, (walk, (dys, xs), stages, TILE)),
+            (produce_operands, (walk, tokens, (dys, xs), stages, TILE)),
             (load_slots, (walk, descriptors, slots, TILE, PINGPONG, SLOT_BYTES)),
             (store_slots, (walk, descriptors, slots, TILE, PINGPONG)),
         ],

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .grouped import merge_experts
 from .hopper_config import CONFIGS, Config, choose_config, fit
+from .hopper_descriptors import (
+    copyable,
+    experts_of,
+    is_of_experts,
+    of_dy,
+    of_slot,
+    of_x,
+    operand_descriptors,
+    tensors_of,
+)
 from .hopper_kernel import hopper_wgrad_step_kernel
 from .lookups import is_lookup
 from .merge import MAX_SEGMENTS, merge_segments
@@ -53,33 +63,19 @@ def supports(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None
 
 
 def takes_operands(segments: Sequence[Segment], shape: Sequence[int]) -> bool:
-    """Whether the kernel can multiply ``segments`` to an ``[O, I]`` gradient of ``shape``."""
+    """Whether the kernel can multiply ``segments`` to an ``[O, I]``, or ``[E, O, I]``, gradient of ``shape``."""
     if any(map(is_lookup, segments)):
         return False
     segments = _with_tokens(segments)
-    operands = [tensor for segment in segments for tensor in segment]
+    if not segments:
+        return False
+    operands = tensors_of(segments)[: 2 * len(segments)]
     return (
-        len(segments) > 0
-        and len({tensor.dtype for tensor in operands}) == 1
+        len({tensor.dtype for tensor in operands}) == 1
         and operands[0].dtype in (torch.bfloat16, torch.float16)
         and all(map(copyable, operands))
         # Merged segments are contiguous.
-        and (len(segments) <= MAX_SEGMENTS or all(extent % 8 == 0 for extent in shape))
-    )
-
-
-def copyable(tensor: Tensor) -> bool:
-    """Whether the copy engine takes a matrix as it lies: rows of unit stride, all 16-byte aligned."""
-    size = tensor.element_size()
-    return (
-        tensor.dim() == 2
-        and min(tensor.shape) > 0
-        and max(tensor.shape) < 2**31
-        and tensor.stride(1) == 1
-        and tensor.stride(0) >= tensor.shape[1]
-        and tensor.stride(0) * size % 16 == 0
-        and tensor.stride(0) * size < 2**40
-        and tensor.data_ptr() % 16 == 0
+        and (len(segments) <= MAX_SEGMENTS or all(extent % 8 == 0 for extent in shape[-2:]))
     )
 
 
@@ -97,7 +93,8 @@ def wgrad_step(
     Args:
         config: instead of the table's, for measurements.
     """
-    launch(slot, segments, accumulator, multiplier, config)(slot, segments, accumulator, multiplier)
+    used = _used(segments)
+    _bound(slot, used, accumulator, multiplier, config)(slot, used, accumulator, multiplier)
 
 
 def launch(
@@ -109,19 +106,27 @@ def launch(
 ) -> Callable[..., None]:
     """As :func:`fused.launch`, for operands that :func:`supports` has taken."""
     used = _used(segments)
+    known = _bound(slot, used, accumulator, multiplier, config)
+    if len(used) == len(segments):
+        return known
+    return lambda slot, segments, *others: known(slot, _used(segments), *others)
+
+
+def _bound(
+    slot: Slot, used: list[Segment], accumulator: Tensor | None, multiplier: Tensor | None, config: Config | None
+) -> _Launch:
     if config is None:
         moved = slot.element_bytes + (0 if accumulator is None else accumulator.element_size())
         config = _chosen(slot.weight.shape, used, moved, slot.noise is not None)
     scaled = None if multiplier is None else multiplier.data_ptr() % 16
     added = None if accumulator is None else accumulator.dtype
     noise = None if slot.noise is None else slot.noise.words.data_ptr()
-    key = (config, slot.rule, slot.norm_sq is None, len(used), used[0][0].dtype, scaled, added, noise)
+    bounds = tuple(dy.bounds.data_ptr() % 16 for dy, _ in used) if is_of_experts(used) else None
+    key = (config, slot.rule, slot.norm_sq is None, len(used), used[0][1].dtype, scaled, added, noise, bounds)
     known = slot.memo.get(key)
     if known is None:
         known = slot.memo[key] = _Launch(slot, config, accumulator)
-    if len(used) == len(segments):
-        return known
-    return lambda slot, segments, *others: known(slot, _used(segments), *others)
+    return known
 
 
 def wgrad_write(segments: Sequence[Segment], out: Tensor, accumulator: Tensor | None) -> None:
@@ -160,7 +165,7 @@ def gradient_arguments(
     """
     config = fitted(config, held) if held else replace(config, slots=2)
     out, added = (*held, None, None)[:2]
-    written = (None if out is None else _describe(out, 64, config.sub_i), *[None] * (1 + MAX_STATES))
+    written = (None if out is None else of_slot(config)(out), *[None] * (1 + MAX_STATES))
     positional = _positional(segments, config, written, added, partials)
     return positional, constants(None, segments, config, held, add=add)
 
@@ -182,7 +187,7 @@ class _Launch:
         if self.prepared is None:
             self._first(slot, segments, accumulator, multiplier)
         else:
-            changing = [dy for dy, _ in segments] + [x for _, x in segments]
+            changing = tensors_of(segments)
             changing += [each for each in (accumulator, multiplier) if each is not None]
             changing += [slot.weight] if slot.rule.on_scratch else []
             self.prepared(*changing)
@@ -194,19 +199,18 @@ class _Launch:
         compiled = hopper_wgrad_step_kernel[self.grid](*positional, **keywords)
         names = hopper_wgrad_step_kernel.arg_names
         constant = [keywords[name] for name in names[len(positional) :]]
-        dys, xs = range(len(segments)), range(MAX_SEGMENTS, MAX_SEGMENTS + len(segments))
-        changing = [*dys, *xs]
-        describe = dict.fromkeys(dys, functools.partial(_describe, rows=self.config.block_t, columns=64))
-        of_x = functools.partial(_describe, rows=self.config.block_t, columns=self.config.block_i)
-        describe |= dict.fromkeys(xs, of_x)
+        dys, xs, bounds = (range(first, first + len(segments)) for first in range(0, 3 * MAX_SEGMENTS, MAX_SEGMENTS))
+        changing = [*dys, *xs, *(bounds if is_of_experts(segments) else ())]
+        describe = dict.fromkeys(dys, of_dy(segments, self.config))
+        describe |= dict.fromkeys(xs, of_x(segments, self.config))
         if accumulator is not None:
             changing.append(names.index("added"))
-            describe[changing[-1]] = functools.partial(_describe, rows=64, columns=self.config.sub_i)
+            describe[changing[-1]] = of_slot(self.config)
         if multiplier is not None:
             changing.append(names.index("multiplier"))
         if slot.rule.on_scratch:
             changing.append(names.index("written"))
-            describe[changing[-1]] = functools.partial(_describe, rows=64, columns=self.config.sub_i)
+            describe[changing[-1]] = of_slot(self.config)
         self.prepared = prepare(compiled, self.grid, [*positional, *constant], changing, describe)
 
 
@@ -232,31 +236,25 @@ def _positional(
     return (
         *operand_descriptors(segments, config),
         *written,
-        None if accumulator is None else _describe(accumulator, 64, config.sub_i),
+        None if accumulator is None else of_slot(config)(accumulator),
         None if slot is None else slot.scalars,
         None if slot is None or slot.noise is None else slot.noise.words,
         multiplier,
         partials,
         config.group,
+        experts_of(segments),
     )
-
-
-def operand_descriptors(segments: Sequence[Segment], config: Config) -> tuple:
-    """Every ``dY``, then every ``X``, each filled up with None."""
-    absent = (None,) * (MAX_SEGMENTS - len(segments))
-    dys = (_describe(dy, config.block_t, 64) for dy, _ in segments)
-    xs = (_describe(x, config.block_t, config.block_i) for _, x in segments)
-    return (*dys, *absent, *xs, *absent)
 
 
 def written_descriptors(slot: Slot, config: Config) -> tuple:
     """Weight, master and states, the absent ones as None."""
-    states = [_describe(state, 64, config.sub_i) for state in slot.states]
+    describe = of_slot(config)
+    states = map(describe, slot.states)
     return (
-        _describe(slot.weight, 64, config.sub_i),
-        None if slot.master is None else _describe(slot.master, 64, config.sub_i),
+        describe(slot.weight),
+        None if slot.master is None else describe(slot.master),
         *states,
-        *[None] * (MAX_STATES - len(states)),
+        *[None] * (MAX_STATES - len(slot.states)),
     )
 
 
@@ -277,14 +275,14 @@ def constants(
     return {
         "RULE": None if slot is None else _rule(slot),
         "ADD": add,
-        "OPERAND": TL_DTYPES[segments[0][0].dtype],
+        "OPERAND": TL_DTYPES[segments[0][1].dtype],
         "TILE": (config.block_o, config.block_i, config.sub_i, config.slots),
         "BLOCK_T": config.block_t,
         "STAGES": config.stages,
         "SLOT_BYTES": 64 * config.sub_i * loaded,
         "PINGPONG": config.pingpong,
         "CHUNKS": config.chunks,
-        "REGISTERS": REGISTERS if len(segments) <= 2 else REGISTERS_MANY_SEGMENTS,
+        "REGISTERS": REGISTERS if len(segments) <= 2 and not is_of_experts(segments) else REGISTERS_MANY_SEGMENTS,
         "num_warps": 4,
         "maxnreg": MAXNREG,
     }
@@ -296,11 +294,12 @@ def _rule(slot: Slot) -> Named:
 
 def _used(segments: Sequence[Segment]) -> list[Segment]:
     """Those with tokens, no more than the kernel has room for."""
-    return merge_segments(_with_tokens(segments))
+    segments = _with_tokens(segments)
+    return merge_experts(segments) if is_of_experts(segments) else merge_segments(segments)
 
 
 def _with_tokens(segments: Sequence[Segment]) -> list[Segment]:
-    return [segment for segment in segments if segment[0].shape[0]]
+    return [segment for segment in segments if segment[1].shape[0]]
 
 
 def _held(slot: Slot, accumulator: Tensor | None) -> list[Tensor]:
@@ -310,8 +309,9 @@ def _held(slot: Slot, accumulator: Tensor | None) -> list[Tensor]:
 
 
 def _chosen(shape: Sequence[int], segments: Sequence[Segment], element_bytes: int, stochastic: bool = False) -> Config:
-    tokens = sum(dy.shape[0] for dy, _ in segments)
-    return CONFIGS[choose_config(*shape, tokens, element_bytes, stochastic)]
+    tokens = sum(x.shape[0] for _, x in segments)
+    *experts, rows, columns = shape
+    return CONFIGS[choose_config(rows, columns, tokens, element_bytes, stochastic, *experts)]
 
 
 def fitted(config: Config, held: Sequence[Tensor]) -> Config | None:
@@ -327,31 +327,16 @@ def fitted_to(config: Config, slot: Slot, accumulator: Tensor | None = None) -> 
 
 def _partials(config: Config, shape: Sequence[int], device: torch.device) -> Tensor:
     """One sum of squares of each warp's part of a tile."""
-    count = config.tiles(*shape) * (4 if config.pingpong else 8)
+    count = _tiles(config, shape) * (4 if config.pingpong else 8)
     return torch.empty(count, dtype=torch.float32, device=device)
 
 
 def _grid(config: Config, shape: Sequence[int], device: torch.device) -> tuple[int, int, int]:
-    return (min(config.tiles(*shape), _processors(device)), 1, 1)
+    return (min(_tiles(config, shape), _processors(device)), 1, 1)
 
 
-def _describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    # Its own checks are those of copyable(), once more at every launch.
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(
-        base=tensor,
-        shape=list(tensor.shape),
-        strides=list(tensor.stride()),
-        block_shape=[rows, columns],
-        layout=_shared_layout(rows, columns, tensor.dtype),
-        padding="zero",
-    )
-    return descriptor
-
-
-@functools.cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], TL_DTYPES[dtype])
+def _tiles(config: Config, shape: Sequence[int]) -> int:
+    return config.tiles(*shape[-2:]) * math.prod(shape[:-2])
 
 
 @functools.cache

@@ -123,7 +123,11 @@ def lookup(slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, 
 
 def note(slot: Slot, tokens: int, candidate: Candidate, *, tuned: bool) -> None:
     """Keeps what a launch of ``slot`` was chosen to be, for :func:`describe`."""
-    slot.memo.setdefault(_CHOSEN, {})[tokens] = _described(candidate, tuned)
+    noted = slot.memo.setdefault(_CHOSEN, {})
+    noted[tokens] = _described(candidate, tuned)
+    if len(noted) > SHOWN + 1:
+        # Experts may have another number of tokens in each step.
+        del noted[next(iter(noted))]
 
 
 def describe(slot: Slot, backend: str) -> str:

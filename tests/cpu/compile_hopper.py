@@ -5,6 +5,7 @@ The configuration with the most registers is compiled for every storage, the oth
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 
@@ -27,18 +28,39 @@ LAUNCHES = {
     "fp32 noise": (BF16, "fp32", "noise", None, 1, True),
 }
 EXTREMES = ("bf16 norm", "fp32-master", "fp32 noise")
+#: What experts are compiled for too.
+OF_EXPERTS = ("bf16 segments", "fp32 noise")
+EXPERTS = 3
+
+
+def stacked(tensor):
+    return torch.stack([tensor] * EXPERTS)
+
+
+def of_experts(slot):
+    return dataclasses.replace(
+        slot,
+        weight=stacked(slot.weight),
+        states=tuple(map(stacked, slot.states)),
+        master=None if slot.master is None else stacked(slot.master),
+    )
 
 
 def main() -> None:
     triton.runtime.driver.set_active(compile_kernels.Hopper())
     from forge_megatron.formats import Noise, Origin, state_format
-    from forge_megatron.kernels import Slot, hopper_wgrad
+    from forge_megatron.kernels import GroupedRows, Slot, hopper_wgrad
     from forge_megatron.kernels.hopper_config import CONFIGS
     from forge_megatron.kernels.hopper_kernel import hopper_wgrad_step_kernel
     from forge_megatron.rules import get
 
     shape = (256, 512)
     used = []
+
+    def experts_factors(count=1):
+        """Of experts in one tensor ``[EXPERTS, *shape]``."""
+        bounds = torch.zeros(EXPERTS + 1, dtype=torch.int32)
+        return [(GroupedRows(dy, bounds), x) for dy, x in factors(BF16, count)]
 
     def factors(dtype, count=1):
         return [(torch.zeros(64, shape[0], dtype=dtype), torch.zeros(64, shape[1], dtype=dtype)) for _ in range(count)]
@@ -70,9 +92,19 @@ def main() -> None:
             extra = (torch.zeros(()), torch.zeros(8)) if extras else (None, None)
             fitted = hopper_wgrad.fitted_to(config, slot, accumulator)
             compiled(launch, name, *hopper_wgrad.arguments(slot, segments, accumulator, *extra, fitted))
+            if launch in OF_EXPERTS:
+                slot, accumulator = of_experts(slot), None if accumulator is None else stacked(accumulator)
+                segments = experts_factors(count)
+                assert hopper_wgrad.supports(slot, segments, accumulator)
+                compiled(
+                    f"experts {launch}", name, *hopper_wgrad.arguments(slot, segments, accumulator, *extra, fitted)
+                )
         for launch, dtype, add in (("add", BF16, True), ("write", FP32, False), ("norm", None, False)):
             held = [] if dtype is None else [torch.zeros(shape, dtype=dtype)]
             compiled(launch, name, *hopper_wgrad.gradient_arguments(factors(BF16), config, held, add, torch.zeros(8)))
+    held = [torch.zeros(EXPERTS, *shape)]
+    arguments = hopper_wgrad.gradient_arguments(experts_factors(), CONFIGS["pp128"], held, False, None)
+    compiled("experts write", "pp128", *arguments)
     for name in ("muon", "lamb"):
         stage = get(name).variant(get(name).resolve({"lr": 1.0})).stages.epilogue
         states = tuple(torch.zeros(shape, dtype=BF16) for _ in stage.states)

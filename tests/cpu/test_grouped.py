@@ -65,6 +65,7 @@ def test_experts_without_tokens_are_stepped_with_a_zero_gradient(backend):
     for route in ROUTES:
         both.train(route)
     assert all(p.grad is None for p in both.model.parameters())
+    assert all(f"{backend} at 5 tokens" in row.kernel for row in both.optimizer.coverage.rows)
     both.expect_equal()
 
 
