@@ -11,7 +11,6 @@ Nothing here records autograd history, bumps a version counter or synchronises w
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -281,7 +280,7 @@ def _step_blocks(slot: Slot, segments, accumulator, multiplier, backend: str) ->
         whole = torch.zeros(slot.weight.shape, dtype=torch.float32, device=slot.weight.device)
         whole = whole if accumulator is None else whole.add_(accumulator)
         wgrad_accumulate(segments, whole, backend=backend)
-        regimes.wgrad_step(slot, [], whole, multiplier, backend)
+        regimes.launch(slot, backend)(slot, [], whole, multiplier)
         return
 
     def step(own: Slot, part: slice, factors: list[Segment]) -> None:
@@ -333,7 +332,7 @@ def _checked_launch(
     if slot.rule.stages is None:
         launch = fused.launch(slot, segments, accumulator, multiplier, backend)
     else:
-        launch = functools.partial(regimes.wgrad_step, backend=backend)
+        launch = regimes.launch(slot, backend)
     slot.memo[key] = launch
     return launch
 

@@ -162,10 +162,22 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
     _module(resolve_backend(slots[0].weight.device, backend), "step").step(slots, grads, multiplier)
 
 
+def dense_step(slot: Slot, grad: Tensor, backend: str) -> None:
+    """:func:`step` of one weight: by a launch that is remembered, where it is dense and the gradient fp32."""
+    resolved = resolve_backend(slot.weight.device, backend)
+    dense = grad.dtype is torch.float32 and grad.dim() > 0 and grad.numel() > 0 and grad.is_contiguous()
+    if resolved == "reference" or not (dense and all(tensor.is_contiguous() for _, tensor in slot.tensors())):
+        _module(resolved, "step").step([slot], [grad], None)
+    else:
+        _wgrad_only("cublas").dense_step(slot, grad, None)
+
+
+@functools.cache
 def _wgrad_only(name: str) -> ModuleType:
     return importlib.import_module(f".{name}_wgrad", __package__)
 
 
+@functools.cache
 def _module(backend: str, part: str) -> ModuleType:
     # Triton is imported by its first use: importing this package must not need it.
     name = "reference" if backend == "reference" else f"triton_{part}"

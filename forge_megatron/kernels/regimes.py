@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from . import fused, projected, staged
-from .slot import Segment, Slot
+from .slot import Slot
 
 
-def wgrad_step(
-    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
-) -> None:
-    """Step one matrix, whose rule has stages, from its gradient's factors."""
-    module = staged if slot.rule.stages.projection is None else projected
-    module.wgrad_step(slot, segments, accumulator, multiplier, backend)
+def launch(slot: Slot, backend: str) -> fused.Launch:
+    """What steps one matrix, whose rule has stages, from its gradient's factors, of one layout."""
+    if slot.rule.stages.projection is None:
+        return staged.Launch(backend)
+    return functools.partial(projected.wgrad_step, backend=backend)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:

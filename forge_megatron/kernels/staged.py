@@ -6,6 +6,7 @@ A scratch lives for one call and holds one layer, or several small ones of no mo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,25 @@ from .slot import Segment, Slot
 STACK_ELEMENTS = 1 << 24
 
 
-def wgrad_step(
-    slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
-) -> None:
-    """Step one matrix from its gradient's factors."""
-    wgrad_steps([slot], [segments], [accumulator], [multiplier], backend)
+class Launch:
+    """Steps one matrix from its gradient's factors, of one layout: the epilogue's kernel is chosen once for them."""
+
+    def __init__(self, backend: str):
+        self._backend = backend
+        self._epilogue: fused.Launch | None = None
+
+    def __call__(
+        self, slot: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None
+    ) -> None:
+        if _measures_gradient(slot):
+            measured.wgrad_step(slot, segments, accumulator, multiplier, self._backend)
+            return
+        stack = _scratch([slot])
+        with _kept_epilogue(slot, stack[0]) as kept:
+            if self._epilogue is None:
+                self._epilogue = _launch(kept, segments, accumulator, multiplier, self._backend)
+            self._epilogue(kept, segments, accumulator, multiplier)
+        _finish([slot], stack, self._backend)
 
 
 def wgrad_steps(
@@ -43,10 +58,9 @@ def wgrad_steps(
             measured.wgrad_step(slot, *gradient, backend)
         return
     stack = _scratch(slots)
-    epilogue = _store if slots[0].rule.stages.epilogue is STORE_GRADIENT else fused.wgrad_step
     for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
         with _kept_epilogue(slot, u) as kept:
-            epilogue(kept, *gradient, backend)
+            _launch(kept, *gradient, backend)(kept, *gradient)
     _finish(slots, stack, backend)
 
 
@@ -62,6 +76,14 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
         epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
         fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
         _finish(batch, stack, backend)
+
+
+def _launch(
+    epilogue: Slot, segments: Sequence[Segment], accumulator: Tensor | None, multiplier: Tensor | None, backend: str
+) -> fused.Launch:
+    if epilogue.rule is STORE_GRADIENT:
+        return functools.partial(_store, backend=backend)
+    return fused.launch(epilogue, segments, accumulator, multiplier, backend)
 
 
 def _store(
@@ -102,7 +124,11 @@ def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
         for slot, u in zip(batch, stack, strict=True):
             measured.finish(slot, u, backend)
     elif stack.numel() or batch[0].whole is not WHOLE:
-        fused.step(list(map(measured.applied, batch)), _directions(batch, stack), None, backend)
+        steps, directions = list(map(measured.applied, batch)), _directions(batch, stack)
+        if len(batch) == 1:
+            fused.dense_step(steps[0], directions[0], backend)
+        else:
+            fused.step(steps, directions, None, backend)
 
 
 def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:

@@ -32,8 +32,8 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: tuple[float, float, 
     x = matrix.to(NS_DTYPE)
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    multiply, multiply_add = (torch.mm, torch.addmm) if x.dim() == 2 else (torch.matmul, torch.baddbmm)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = multiply(x, x.mT)
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

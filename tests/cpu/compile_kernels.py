@@ -221,6 +221,7 @@ def main() -> None:
                 continue
             if stage is stages.apply:
                 triton_step.step([half], [torch.zeros(2048, 2048)], None)
+                cublas_wgrad.dense_step(replace(half, norm_sq=None), torch.zeros(2048, 2048), None)
             else:
                 triton_wgrad.wgrad_step(half, [(torch.zeros(512, 2048, dtype=BF16),) * 2], None, torch.zeros(()))
     choice.resolve_backend = fused.resolve_backend = lambda device, backend: backend
@@ -233,7 +234,7 @@ def main() -> None:
         half.norm_sq = torch.zeros(())
         segments = [tuple(torch.zeros(512, extent, dtype=BF16) for extent in shape)]
         label = f"formed and measured by {name}{' odd' if shape[1] % 16 else ''}"
-        staged.wgrad_step(half, segments, None, torch.zeros(()), "triton")
+        staged.Launch("triton")(half, segments, None, torch.zeros(()))
         label = label.replace("formed and measured", "measured")
         half.memo.clear()
         regimes.step([half], [torch.zeros(shape)], torch.zeros(()), "triton")

@@ -29,10 +29,10 @@ def without_launches(monkeypatch):
     monkeypatch.setattr(fused, "launch", lambda *operands: lambda *operands: None)
 
 
-def operations_of_a_step(linears: int, **options) -> Counter:
+def operations_of_a_step(linears: int, rule: str = "adamw", **options) -> Counter:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(linears)))
-    optimizer = forge.attach(model, "adamw", lr=1e-3, **options)
+    optimizer = forge.attach(model, rule, lr=1e-3, **options)
 
     def step():
         model(torch.ones(4, 8)).sum().backward()
@@ -46,10 +46,25 @@ def operations_of_a_step(linears: int, **options) -> Counter:
     return dispatched.counts
 
 
+def operations_of_one_more(rule: str) -> dict[str, float]:
+    few, many = operations_of_a_step(8, rule), operations_of_a_step(24, rule)
+    return {name: (many[name] - few[name]) / 16 for name in many if many[name] != few[name]}
+
+
 def test_a_step_of_one_more_linear_dispatches_three_operations():
     """The two products, of which the forward's transposes its weight: 3 where torch's AdamW dispatches 9."""
-    few, many = operations_of_a_step(8), operations_of_a_step(24)
-    assert {name: (many[name] - few[name]) / 16 for name in many if many[name] != few[name]} == {
-        "aten.t.default": 1,
-        "aten.mm.default": 2,
-    }
+    assert operations_of_one_more("adamw") == {"aten.t.default": 1, "aten.mm.default": 2}
+
+
+def test_one_more_matrix_of_muon_dispatches_newton_schulz_besides(monkeypatch):
+    """Three products and a view an iteration; the kernel of the epilogue is chosen once."""
+    monkeypatch.setattr(fused, "dense_step", lambda *operands: None)
+    chosen = []
+    monkeypatch.setattr(fused, "launch", lambda *operands: chosen.append(operands) or (lambda *operands: None))
+    dispatched = operations_of_one_more("muon")
+    products = {"aten.t.default": 1, "aten.mm.default": 2 + 5, "aten.transpose.int": 5, "aten.addmm.default": 10}
+    scaled = ("aten._to_copy.default", "aten.linalg_vector_norm.default", "aten.clamp.default", "aten.div.Tensor")
+    around = {**dict.fromkeys(scaled, 1), "aten.empty.memory_format": 1, "aten.select.int": 2}
+    around |= {"aten.copy_.default": 1, "aten.view.default": 1}
+    assert dispatched == products | around
+    assert len(chosen) == 8 + 24

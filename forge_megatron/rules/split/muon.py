@@ -98,7 +98,9 @@ def orthogonal(u: Tensor, split, steps: int, coefficients: tuple, eps: float, co
     for part in parts:
         matrix = part if split is None or isinstance(split, int) else part.reshape(*batch, -1, columns)
         factor = newton_schulz(matrix, steps, coefficients, eps)
-        part.copy_(factor.reshape(part.shape)).mul_(scale(matrix.shape[-2], columns, convention))
+        part.copy_(factor.reshape(part.shape))
+        if (of_shape := scale(matrix.shape[-2], columns, convention)) != 1.0:
+            part.mul_(of_shape)
     return u
 
 
