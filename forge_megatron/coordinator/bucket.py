@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,6 +146,34 @@ class Piece:
         return held.view(count, *self.param.shape[1:])
 
 
+class Place(NamedTuple):
+    """Where a piece lies in a buffer.
+
+    Attributes:
+        rows: those of the weight in each part that has any, and the stretch that they take, in the weight's shape.
+        spare: what no row takes, at the weight's end.
+    """
+
+    rows: list[tuple[slice, Tensor]]
+    spare: list[Tensor]
+
+    @classmethod
+    def of(cls, piece: Piece, stretches: Sequence[Tensor]) -> Place:
+        """Args:
+        stretches: of each part, in the order of the parts.
+        """
+        place = cls([], [])
+        end = piece.offset + (piece.end - piece.first) * columns(piece.param)
+        for part, stretch in enumerate(stretches):
+            rows = piece.rows(len(stretches), part)
+            if rows.stop > rows.start:
+                place.rows.append((rows, piece.view(stretch, rows)))
+            begin = piece.offset + (rows.stop - rows.start) * columns(piece.param)
+            if begin < end:
+                place.spare.append(stretch[begin:end])
+        return place
+
+
 @dataclass(frozen=True)
 class Bucket:
     """What one buffer holds.
@@ -162,6 +191,14 @@ class Bucket:
     length: int
     dtype: torch.dtype
     memo: dict = field(default_factory=dict, repr=False)
+
+    def places(self, elements: Tensor, parts: int) -> list[Place]:
+        """Where each piece lies in ``elements``, which is all of the bucket."""
+        key = "gradients", elements.data_ptr()
+        if key not in self.memo:
+            stretches = elements.view(parts, self.length).unbind()
+            self.memo[key] = [Place.of(piece, stretches) for piece in self.pieces]
+        return self.memo[key]
 
     def params(self) -> set[Tensor]:
         return {piece.param for piece in self.pieces}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence, Set
 from torch import Tensor
 
 from forge_megatron.coordinator.bucket import Bucket, Piece
-from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient, fill
+from forge_megatron.coordinator.gathered import copy
+from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
 from forge_megatron.coordinator.pipeline import Pipeline, Route
 
 Gradient = LocalGradient | StoredGradient
@@ -38,6 +39,7 @@ class Filler:
         self._written = written
         self._bucket = self._piece = self._passed = 0
         self._buffer: Tensor | None = None
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     @property
     def next_param(self) -> Tensor | None:
@@ -82,7 +84,11 @@ class Filler:
             if in_hand is None:
                 in_hand = self._gradient(piece.param) if piece.param in ready else StoredGradient(None)
             elements = bucket.elements(self._buffer, self._parts, bucket.dtype)
-            fill(elements, bucket, piece, in_hand, self._parts)
+            place = bucket.places(elements, self._parts)[self._piece]
+            for rows, there in place.rows:
+                in_hand.write(rows, there, self._copies)
+            for there in place.spare:
+                there.zero_()
             self._piece, self._passed = self._piece + 1, self._passed + 1
             if self.next_param is not piece.param:
                 in_hand = None
@@ -91,5 +97,7 @@ class Filler:
             if self._piece == len(bucket.pieces):
                 buffer, self._buffer = self._buffer, None
                 self._bucket, self._piece = self._bucket + 1, 0
+                copy(self._copies)
+                self._copies.clear()
                 bucket.mark(elements, [other.param in ready for other in bucket.pieces])
                 pipeline.launch(route(bucket, buffer), buffer)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.bucket import Bucket, Piece, columns
+from forge_megatron.coordinator.bucket import extent
 from forge_megatron.linear import OwnedWeight
 
 
@@ -37,16 +37,24 @@ class LocalGradient:
         self._segments = owned.factors.segments if segments is None else segments
         self._accumulator = summed_before(owned)
         self._backend = backend
+        self._extent = extent(owned.weight)
+        self._block = min((dy.block for dy, _ in self._segments if isinstance(dy, kernels.FormedRows)), default=None)
 
-    def write(self, rows: slice, out: Tensor) -> None:
-        """Some of its rows, rounded once."""
-        block = min((dy.block for dy, _ in self._segments if isinstance(dy, kernels.FormedRows)), default=None)
-        for start in range(rows.start, rows.stop, block or rows.stop - rows.start):
-            part = slice(start, min(start + block, rows.stop) if block else rows.stop)
-            accumulator = None if self._accumulator is None else self._accumulator[part]
-            factors = [kernels.of_rows(segment, part) for segment in self._segments]
-            here = out[part.start - rows.start : part.stop - rows.start]
-            kernels.wgrad(factors, here, accumulator=accumulator, backend=self._backend)
+    def write(self, rows: slice, out: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Writes some of its rows, rounded once; nothing is left to copy."""
+        if self._block is None:
+            self._write(rows, out)
+            return
+        for start in range(rows.start, rows.stop, self._block):
+            part = slice(start, min(start + self._block, rows.stop))
+            self._write(part, out[part.start - rows.start : part.stop - rows.start])
+
+    def _write(self, rows: slice, out: Tensor) -> None:
+        segments, accumulator = self._segments, self._accumulator
+        if rows.stop - rows.start < self._extent:
+            segments = [kernels.of_rows(segment, rows) for segment in segments]
+            accumulator = None if accumulator is None else accumulator[rows]
+        kernels.wgrad(segments, out, accumulator=accumulator, backend=self._backend)
 
 
 class StoredGradient:
@@ -55,20 +63,9 @@ class StoredGradient:
     def __init__(self, grad: Tensor | None):
         self._grad = None if grad is None else dense(grad)
 
-    def write(self, rows: slice, out: Tensor) -> None:
+    def write(self, rows: slice, out: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Some of its rows; ``copies`` receives what is to be copied, to the first of each pair."""
         if self._grad is None:
             out.zero_()
         else:
-            out.copy_((self._grad if self._grad.dim() else self._grad.view(1))[rows])
-
-
-def fill(buffer: Tensor, bucket: Bucket, piece: Piece, gradient, parts: int) -> None:
-    """Writes one piece to its places in ``buffer`` (``parts * bucket.length`` elements of the wire's dtype)."""
-    for part, stretch in enumerate(buffer.view(parts, bucket.length)):
-        rows = piece.rows(parts, part)
-        if rows.stop > rows.start:
-            gradient.write(rows, piece.view(stretch, rows))
-        missing = piece.end - piece.first - (rows.stop - rows.start)
-        if missing:
-            end = piece.offset + (piece.end - piece.first) * columns(piece.param)
-            stretch[end - missing * columns(piece.param) : end].zero_()
+            copies.append((out, (self._grad if self._grad.dim() else self._grad.view(1))[rows]))

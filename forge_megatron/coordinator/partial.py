@@ -218,6 +218,8 @@ class PartialSums(Members):
         if self._pipeline is None or self._pipeline_for != len(names):
             # What a group that has joined needs may be more.
             self._pipeline = Pipeline(*self._memory(list(names)), self.device, self.ranks.wait)
+            # They remember places in the buffers that were.
+            self._cuts.clear()
             self._pipeline_for = len(names)
         return self._pipeline
 
@@ -371,14 +373,9 @@ class PartialSums(Members):
         return owned + [p for p in reversed(client.names) if p in params and p not in client.owned]
 
     def _close_norms(self, *, partial: bool) -> None:
-        """Adds up the pieces of each parameter, in their order, and where each rank has some of them the ranks'."""
+        """Gives each parameter its Σ g², and where each rank has some pieces of it that of all ranks."""
         stepped = [p for p in self._client().names if p in self._window.agreed]
-        pieces = [self._window.norms.get(p, []) for p in stepped]
-        flat = [norm for one in pieces for norm in one]
-        total = torch.stack(flat).double() if flat else torch.zeros(0, dtype=torch.float64, device=self.device)
-        if any(len(one) != 1 for one in pieces):
-            total = torch.stack([part.sum() for part in total.split([len(one) for one in pieces])])
-        total *= self._scale**2
+        total = self._window.norms_sq(stepped, self.device) * self._scale**2
         if partial and stepped:
             if self.parts == 1 and self.ranks.rank > 0:
                 # What backward stepped was measured whole on every rank.

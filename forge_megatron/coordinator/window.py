@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from forge_megatron import kernels
@@ -55,3 +56,12 @@ class Window:
     kept: list[tuple[Bucket, Tensor]] | None = None
     changed: set[Tensor] = field(default_factory=set)
     norms: dict[Tensor, list[Tensor]] = field(default_factory=dict)
+
+    def norms_sq(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Σ g² of each of ``params`` here, fp64: its pieces are added in their order."""
+        pieces = [self.norms.get(p, []) for p in params]
+        flat = [norm for one in pieces for norm in one]
+        total = torch.stack(flat).double() if flat else torch.zeros(0, dtype=torch.float64, device=device)
+        if any(len(one) != 1 for one in pieces):
+            total = torch.stack([part.sum() for part in total.split([len(one) for one in pieces])])
+        return total
