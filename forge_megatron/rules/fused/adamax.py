@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..rule import Rule, register
 
 
@@ -26,7 +27,7 @@ def scalars(group: Mapping, step: int) -> tuple[float, ...]:
 def update(g, w, states, h):
     step_size, weight_decay, eps, sign, weight1, beta2 = h
     g = tl.fma(w, weight_decay, g * sign)
-    exp_avg = tl.fma(g - states[0], weight1, states[0])
+    exp_avg = lerp(states[0], g, weight1)
     decayed, size = states[1] * beta2, tl.abs(g) + eps
     # As a select it keeps its registers; tl.maximum spilled 112 bytes on sm_90.
     exp_inf = tl.where(decayed > size, decayed, size)

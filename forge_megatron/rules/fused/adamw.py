@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..rule import Rule, register
 
 
@@ -48,7 +49,7 @@ def update(g, w, states, h):
     if len(h) == 9:
         g = tl.fma(w, h[8], g)
     w = w * decay
-    exp_avg = tl.fma(g - states[0], weight1, states[0])
+    exp_avg = lerp(states[0], g, weight1)
     exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
     if len(states) == 3:
         largest = tl.maximum(states[2], exp_avg_sq)

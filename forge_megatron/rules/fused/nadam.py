@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..rule import Rule, register
 
 
@@ -48,7 +49,7 @@ def update(g, w, states, h):
     decay, l2, eps, sign, weight1, beta2, weight2, bias_correction2, of_g, of_exp_avg = h
     g = tl.fma(w, l2, g * sign)
     w = w * decay
-    exp_avg = tl.fma(g - states[0], weight1, states[0])
+    exp_avg = lerp(states[0], g, weight1)
     exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
     denom = tl.sqrt(tl.fdiv(exp_avg_sq, bias_correction2)) + eps
     w = w - tl.fdiv(of_g * g, denom)

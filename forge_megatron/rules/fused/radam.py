@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..rule import Rule, register
 
 
@@ -44,7 +45,7 @@ def update(g, w, states, h):
     decay, l2, eps, sign, weight1, beta2, weight2, step_size, adaptive = h
     g = tl.fma(w, l2, g * sign)
     w = w * decay
-    exp_avg = tl.fma(g - states[0], weight1, states[0])
+    exp_avg = lerp(states[0], g, weight1)
     exp_avg_sq = tl.fma(g * weight2, g, states[1] * beta2)
     denom = tl.where(adaptive > 0.0, tl.sqrt(exp_avg_sq) + eps, 1.0)
     w = w - tl.fdiv(step_size * exp_avg, denom)

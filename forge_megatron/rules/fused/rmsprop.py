@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..rule import Rule, register
 
 
@@ -54,7 +55,7 @@ def update(g, w, states, h):
     variance = square_avg
     new = (square_avg,)
     if len(states) + 5 > len(h):
-        grad_avg = tl.fma(g - states[1], rest, states[1])
+        grad_avg = lerp(states[1], g, rest)
         variance = square_avg - grad_avg * grad_avg
         new = (square_avg, grad_avg)
     denom = tl.sqrt(variance) + eps

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..bind import torch_language as tl
+from ..lerp import lerp
 from ..newton_schulz import COEFFICIENTS, NS_DTYPE, newton_schulz
 from ..rule import Rule, register
 from ..stages import STEP_DECAYED, Stage, Stages
@@ -62,22 +62,19 @@ def fits(group: Mapping, shape: torch.Size) -> None:
 
 def scalars(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
-    # The second as torch's lerp has it, from a momentum that is rounded to fp32: Newton-Schulz rounds its input to
-    # bf16, where one rounding of fp32 more decides between two neighbours.
-    rest = 1.0 - torch.tensor(momentum, dtype=torch.float32).item()
-    return (1.0 - momentum, rest, 1.0 - lr * float(group["weight_decay"]), lr)
+    return (1.0 - momentum, momentum, 1.0 - lr * float(group["weight_decay"]), lr)
 
 
 def heavy_ball(g, w, states, h):
     weight, _ = h
-    momentum = tl.fma(g - states[0], weight, states[0])
+    momentum = lerp(states[0], g, weight)
     return momentum, (momentum,)
 
 
 def nesterov(g, w, states, h):
-    weight, rest = h
-    momentum = tl.fma(g - states[0], weight, states[0])
-    return tl.fma(g - momentum, rest, momentum), (momentum,)
+    weight, ahead = h
+    momentum = lerp(states[0], g, weight)
+    return lerp(g, momentum, ahead), (momentum,)
 
 
 def scale(rows: int, columns: int, convention: str | None) -> float:
