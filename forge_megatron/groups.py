@@ -26,6 +26,11 @@ def rule_of(group: Mapping, default: Rule) -> Rule:
     return rules.get(group["rule"]) if "rule" in group else default
 
 
+def formats_of(group: Mapping) -> dict[str, str]:
+    """The formats of states and weights that a group names itself."""
+    return {key: group[key] for key in FORMAT_KEYS if group.get(key) is not None}
+
+
 def complete(group: dict, rule: Rule, defaults: Mapping) -> dict:
     """``group`` with every hyperparameter of its rule, checked.
 

@@ -24,6 +24,7 @@ from forge_megatron.coordinator import (
     grad_helpers,
     plan,
 )
+from forge_megatron.formats import in_memory
 from forge_megatron.groups import complete, joining, named_parameters
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
@@ -151,13 +152,33 @@ class ForgeOptimizer(Tunable):
     def add_param_group(self, param_group: dict) -> None:
         """Adds parameters, whose states exist from now on; new ones are stepped from ``.grad``.
 
+        With ``process_group=`` every rank adds the same ones, and gets the first rank's values of them.
+
         Raises:
-            RuntimeError: a backward is pending.
-            ValueError, TypeError: a bad hyperparameter or parameter; nothing has changed then.
+            RuntimeError: a backward is pending, or a rank did not come.
+            ValueError, TypeError: a bad hyperparameter or parameter, or another on other ranks; nothing has changed
+                then.
         """
         for book in self._books:
             book.expect_nothing_pending("add parameters")
         param_group = complete(param_group, self.rule, self.defaults)
+        trained = set(self.state)
+        members = [
+            {key: group[key] for key in ("params", "param_names") if key in group} for group in self.param_groups
+        ]
+        try:
+            self._join(param_group)
+        except Exception:
+            del self.param_groups[len(members) :]
+            for group, its in zip(self.param_groups, members, strict=True):
+                group.update(its)
+            for p in [p for p in self.state if p not in trained]:
+                del self.state[p]
+            if self._parameters is not None:
+                self.register()
+            raise
+
+    def _join(self, param_group: dict) -> None:
         if self._parameters is not None:
             param_group = joining(param_group, self.param_groups, self.names, self.state)
         of_another_rule = self.defaults.keys() - param_group.keys()
@@ -165,13 +186,9 @@ class ForgeOptimizer(Tunable):
         group = self.param_groups[-1]
         for name in of_another_rule:
             del group[name]
-        try:
-            self.register()
-        except Exception:
-            self.param_groups.pop()
-            for p in group["params"]:
-                self.state.pop(p, None)
-            raise
+        self.register()
+        if self._synchronized:
+            self.synchronize([part for p in group["params"] for part in in_memory(p)], "add_param_group()")
 
     def register(self) -> None:
         """Makes anew what is kept of the parameters, which have joined or lie in memory in another way."""

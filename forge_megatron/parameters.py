@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
@@ -9,8 +10,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from forge_megatron.formats import FORMAT_KEYS, scale_name
-from forge_megatron.groups import rule_of
+from forge_megatron.formats import scale_name
+from forge_megatron.groups import formats_of, rule_of
 from forge_megatron.kernels import LateNorms, Slot, local, settle, write_table
 from forge_megatron.linear.counts import read_counts
 from forge_megatron.random_bits import RandomBits
@@ -61,7 +62,7 @@ class Parameters:
         self._wholes = wholes or {}
         self._local = held or (lambda p: p)
         self._random = random
-        self._formats = [_formats(group) for group in groups]
+        self._formats = [formats_of(group) for group in groups]
         self._groups = groups
         self._families = [rule_of(group, rule) for group in groups]
         self._rules = [family.variant(group) for family, group in zip(self._families, groups, strict=True)]
@@ -227,6 +228,12 @@ class Parameters:
         pairs = zip(self._families, self._groups, strict=True)
         return [tuple(_plain(group[name]) for name in ("lr", *family.defaults)) for family, group in pairs]
 
+    def step_counts(self) -> list[tuple[int, int]]:
+        """How many parameters have been stepped how often."""
+        counts = Counter(read_counts([made["step"] for made in self._made.values()]))
+        counts[0] += len(self.all) - len(self._made)
+        return sorted(counts.items())
+
     def _write(self) -> None:
         self._follow_options()
         self._written = self.hyperparameters()
@@ -256,9 +263,9 @@ class Parameters:
     def _follow_options(self) -> None:
         """Takes the rules' variants of now; raises if a group needs other states than there are."""
         for group, made in zip(self._groups, self._formats, strict=True):
-            if _formats(group) != made:
+            if formats_of(group) != made:
                 raise RuntimeError(
-                    f"{self.labels[group['params'][0]]}: its group now says {_formats(group)}, and its states were "
+                    f"{self.labels[group['params'][0]]}: its group now says {formats_of(group)}, and its states were "
                     f"made for {made}; attach with these formats"
                 )
         for index, (family, rule, group) in enumerate(zip(self._families, self._rules, self._groups, strict=True)):
@@ -351,10 +358,6 @@ def _plain(value):
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _formats(group: dict) -> dict[str, str]:
-    return {key: group[key] for key in FORMAT_KEYS if group.get(key) is not None}
 
 
 def _listed(rule: Rule) -> str:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron import kernels
 from forge_megatron.coordinator import OrdinaryGradients, Pending, PendingSums, extent
-from forge_megatron.groups import rule_of
+from forge_megatron.groups import formats_of, rule_of
 from forge_megatron.reports import Reports
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
@@ -25,6 +25,7 @@ class AcrossRanks(Reports):
     _group_of: Mapping[Tensor, dict]
     _wholes: Mapping[Tensor, Whole]
     _gradients: OrdinaryGradients
+    _synchronized: bool = False
 
     def admit(self, p: Tensor) -> None:
         """Gives a parameter that was frozen until now its states."""
@@ -60,18 +61,27 @@ class AcrossRanks(Reports):
             self.admit(p)
         return self._parameters.slots[p]
 
-    def synchronize(self, tensors: Sequence[Tensor] = ()) -> None:
+    def synchronize(self, tensors: Sequence[Tensor] = (), what: str = "attach(process_group=...)") -> None:
         """Compares the ranks of ``process_group`` and gives all of them the first rank's ``tensors``.
+
+        Args:
+            tensors: none where somebody else gives them.
+            what: that every rank does.
 
         Raises:
             ValueError: the ranks' models or options differ, by name; nothing has changed then.
         """
         if self._sums is not None:
-            names = [rule_of(group, self.rule).name for group in self.param_groups]
-            asked = replace(self._plan, process_group=None)
-            self._sums.start(
-                {"rules": names, "formats": self._formats, "options": asked, "seed": self.random.seed}, tensors
-            )
+            facts = {
+                "rules": [rule_of(group, self.rule).name for group in self.param_groups],
+                "formats": [{**self._formats, **formats_of(group)} for group in self.param_groups],
+                "members": [len(group["params"]) for group in self.param_groups],
+                "options": replace(self._plan, process_group=None),
+                "backend": self.backend,
+                "seed": self.random.seed,
+            }
+            self._sums.start(what, facts, tensors)
+            self._synchronized = True
 
     def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
         if self._sums is None:
@@ -81,18 +91,39 @@ class AcrossRanks(Reports):
             )
         self._gradients.reduced_elsewhere = self._sums.enter_wrapper(wrapper)
 
-    def _across_ranks(self, pending: Pending, gradient_multiplier=None) -> Pending | PendingSums:
-        """The same, summed over the ranks that each have a part of it."""
+    def _across_ranks(self, pending: Pending, *, measures: bool, **asked) -> Pending | PendingSums:
+        """The same, summed over the ranks that each have a part of it.
+
+        Args:
+            measures: norms are needed before the first step.
+            asked: of this step, see :meth:`shared_facts`.
+        """
         if self._sums is None:
             return pending
-        return PendingSums(self._sums, self._sums.agree(pending, self.shared_facts(gradient_multiplier)))
+        facts = self.shared_facts(**asked)
+        again = any(facts[name] is not None for name in asked)
+        return PendingSums(self._sums, self._sums.agree(pending, facts, measures=measures, again=again))
 
-    def shared_facts(self, gradient_multiplier: float | Tensor | None = None) -> dict[str, object]:
-        """What must be equal on every rank that holds a part of the gradients; a device is not waited for."""
-        on_host = not isinstance(gradient_multiplier, Tensor) or gradient_multiplier.device.type == "cpu"
-        factor = float(gradient_multiplier) if gradient_multiplier is not None and on_host else None
-        return {"gradient_multiplier": factor, "hyperparameters": self._parameters.hyperparameters()}
+    def shared_facts(self, *, gradient_multiplier=None, clip_grad_norm_=None, loss_scale=None) -> dict[str, object]:
+        """What must be equal on every rank that holds a part of the gradients.
+
+        Args:
+            gradient_multiplier, clip_grad_norm_, loss_scale: of this step: a number, a 0-dim tensor or None.
+        """
+        return {
+            "gradient_multiplier": _on_host(gradient_multiplier),
+            "clip_grad_norm_": _on_host(clip_grad_norm_),
+            "loss_scale": _on_host(loss_scale),
+            "hyperparameters": self._parameters.hyperparameters(),
+            "step counts": self._parameters.step_counts(),
+        }
 
     def _drop_sums(self) -> None:
         if self._sums is not None:
             self._sums.drop()
+
+
+def _on_host(value: float | Tensor | None) -> float | None:
+    """A number that the host knows; a device is not waited for."""
+    known = value is not None and not (isinstance(value, Tensor) and value.device.type != "cpu")
+    return float(value) if known else None

@@ -128,7 +128,7 @@ class Reports(torch.optim.Optimizer):
     @property
     def coverage(self) -> Coverage:
         """Each parameter: fused or the reason why not, and the bytes of its states."""
-        bucket_bytes = 0 if self._sums is None else self._sums.held_bytes(sums=self._plan.clip_grad_norm is not None)
+        bucket_bytes = 0 if self._sums is None else self._sums.held_bytes(sums=self._plan.keeps_sums)
         micro_batches = 1 if self._plan.waits else self._plan.micro_batches
         return cover(
             self._parameters.labels, self.state, self.owned, self.reasons, bucket_bytes, self.backend, micro_batches

@@ -104,7 +104,13 @@ class Stepping(AcrossRanks):
             self._ledger.expect_asked_for()
         self._parameters.follow_schedule(updated.name if updated is not None else self._shards.updated)
         stepped = [slot.weight for slots in pending.ordinary.values() for slot in slots]
-        pending = self._across_ranks(pending, gradient_multiplier)
+        pending = self._across_ranks(
+            pending,
+            measures=self._measures_first(scaling),
+            gradient_multiplier=gradient_multiplier,
+            clip_grad_norm_=self._limit,
+            loss_scale=None if scaling is None else scaling.inverse,
+        )
         decision = self._decide(pending, gradient_multiplier, scaling)
         with self._ledger.updating():
             counts = pending.apply(decision, self.state)
@@ -164,8 +170,7 @@ class Stepping(AcrossRanks):
         if self._scale_of_measured != 1.0:
             factor = torch.full((), self._scale_of_measured, device=device)
             scale = factor if scale is None else scale * factor
-        atomic = self._plan.atomic or scaling is not None
-        if self._limit is None and self._plan.clip_grad_norm is None and not atomic:
+        if not self._measures_first(scaling):
             return Decision(scale, scale=scale)
         self._measure(pending)
         decision = decide(
@@ -175,12 +180,17 @@ class Stepping(AcrossRanks):
             inverse_loss_scale=None if scaling is None else scaling.inverse.to(device),
             limit=self._limit or self._plan.clip_grad_norm,
             each=self._plan.clip_each,
-            atomic=atomic,
+            atomic=self._plan.atomic or scaling is not None,
             found_inf=None if scaling is None else scaling.found_inf,
         )
         if scaling is not None:
             scaling.report(decision.skipped)
         return decision
+
+    def _measures_first(self, scaling: LossScale | None) -> bool:
+        """The norms decide what is stepped."""
+        limited = self._limit is not None or self._plan.clip_grad_norm is not None
+        return limited or self._plan.atomic or scaling is not None
 
     def _measure(self, pending: Pending | PendingSums) -> None:
         """Σ g² of everything pending; owned weights that no backward has reached since are not measured again."""
@@ -219,7 +229,7 @@ class Stepping(AcrossRanks):
                 f"clip_grad_norm_({max_norm}), but attach was given clip_grad_norm={self._plan.clip_grad_norm}; clip "
                 "in one of the two places"
             )
-        norms_sq = self.norms_sq()
+        norms_sq = self._norms_sq(clip_grad_norm_=limit, loss_scale=loss_scale)
         scale = None if loss_scale is None else (1.0 / loss_scale.double()).float().to(norms_sq.device)
         norm = global_norm(norms_sq, self.reduce_norm_sq, scale)
         if (before := self._limit) is not None:
@@ -248,9 +258,12 @@ class Stepping(AcrossRanks):
         Reads the kept factors, the accumulators and ``.grad``; 0 where there is nothing. For a caller that
         clips over more than this optimizer: pass the coefficient as ``gradient_multiplier``.
         """
+        return self._norms_sq()
+
+    def _norms_sq(self, **asked) -> Tensor:
         self._ledger.expect_usable()
         self.before_updates()
-        pending = self._across_ranks(self._pending())
+        pending = self._across_ranks(self._pending(), measures=True, **asked)
         with torch.no_grad():
             self._measure(pending)
             return self._parameters.norms_sq() * self._scale_of_measured**2

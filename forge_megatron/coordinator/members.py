@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron.coordinator.bucket import Buckets
+from forge_megatron.coordinator.meeting import room
 from forge_megatron.coordinator.ranks import Ranks
 from forge_megatron.coordinator.window import Client
 
@@ -40,8 +41,13 @@ class Members:
             self._options = self._options.sized(self._client().names)
         return self._options
 
-    def start(self, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
+    def start(self, what: str, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
         """Compares the ranks' models and options, and gives every rank the first rank's values.
+
+        Args:
+            what: that every rank does at this point.
+            facts: that must be equal; beside them, the parameters in their order are.
+            tensors: whose values the ranks get.
 
         Raises:
             ValueError: a fact differs, on every rank; nothing has changed then.
@@ -51,9 +57,11 @@ class Members:
         devices = {p.device for p in names}
         if len(devices) > 1:
             raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")
-        layout = {name: (tuple(p.shape), str(p.dtype)) for p, name in names.items()}
-        mine = {"number of parameters": len(layout), "shapes and dtypes": sorted(layout.items())}
-        self.ranks.expect_alike("attach(process_group=...)", {**facts, **mine, "buckets": self.options})
+        # Marks and buckets name a parameter by its place alone.
+        layout = [(name, tuple(p.shape), str(p.dtype)) for p, name in names.items()]
+        mine = {"number of parameters": len(layout), "parameters in order": layout}
+        self.ranks.agree(what, {**facts, **mine, "buckets": self.options})
+        self.ranks.room = room(names)
         self.ranks.broadcast(tensors)
 
     def enter_wrapper(self, wrapper: DistributedDataParallel) -> frozenset[Tensor]:

@@ -112,7 +112,7 @@ class PartialSums(Members):
         fills its first bucket.
         """
         if self._window.waiting is None:
-            self._window.waiting = waiting_anywhere(self.ranks, self._client().names, waiting)
+            self._window.waiting = waiting_anywhere(self.ranks, self._client(), waiting)
 
     def _kept_here(self) -> set[Tensor]:
         """The weights of which this rank keeps a part to ``step()``."""
@@ -127,7 +127,7 @@ class PartialSums(Members):
         """Backward has ended: what any rank has completed in it is stepped, so that others may compute with it."""
         with torch.no_grad():
             if self._window.passed:
-                self._meet(set(), self._client().shared_facts(), at_step=False)
+                self._meet(set(), self._client().shared_facts(), at_step=False, measures=False)
             else:
                 self._pass()
 
@@ -279,12 +279,14 @@ class PartialSums(Members):
 
     # ---- where the ranks meet
 
-    def agree(self, pending: Pending, facts: dict[str, object]) -> Pending:
+    def agree(self, pending: Pending, facts: dict[str, object], *, measures: bool, again: bool) -> Pending:
         """Learns what the ranks have gradients of; the first thing of a ``step()`` that others can see.
 
         Args:
             pending: this rank's own gradients.
             facts: what must be equal on every rank.
+            measures: norms are needed before the first step.
+            again: compare the facts also where the ranks have met in this window for its norms.
 
         Returns:
             Those whose sums DistributedDataParallel has left in ``.grad``.
@@ -297,7 +299,9 @@ class PartialSums(Members):
         if self._window.agreed is None:
             if not (self._window.passed or self._waits):
                 self._pass()
-            self._meet({slot.weight for slot in pending.slots()} - self._reduced, facts, at_step=True)
+            self._meet(pending.params() - self._reduced, facts, at_step=True, measures=measures)
+        elif again:
+            self.ranks.agree("step() after the norms", facts)
         reduced = {
             device: mine
             for device, slots in pending.ordinary.items()
@@ -305,17 +309,16 @@ class PartialSums(Members):
         }
         return replace(pending, waiting=(), ordinary=reduced)
 
-    def _meet(self, pending: set[Tensor], facts: dict[str, object], *, at_step: bool) -> None:
+    def _meet(self, pending: set[Tensor], facts: dict[str, object], **where: bool) -> None:
         """At the end of a backward, or in ``step()``, where a rank stays until every rank is there."""
-        window, names = self._window, self._client().names
+        window, told = self._window, {"pending": pending, "facts": facts, **where}
         while True:
-            told = {"held": self._kept_here(), "pending": pending, "facts": facts, "at_step": at_step}
-            met = meet(self.ranks, names, window, **told)
+            met = meet(self.ranks, self._client().names, window, held=self._kept_here(), **told)
             if met.at_step:
                 window.agreed, self._late = met.present | window.done, met.missed
                 return
             self._flush(met.arrived - window.done - met.held, None)
-            if not at_step:
+            if not where["at_step"]:
                 return
 
     def _flush(self, ready: set[Tensor], multiplier: Tensor | None) -> None:

@@ -106,8 +106,9 @@ class Pending:
         own = [self._of(slot.weight, multiplier).to(device) for slot in slots]
         return [grad.float() * factor for grad, factor in zip(grads, own, strict=True)], None
 
-    def slots(self) -> list[kernels.Slot]:
-        return [*(slot for slots in self.ordinary.values() for slot in slots), *(owned.slot for owned in self.waiting)]
+    def params(self) -> set[Tensor]:
+        ordinary = {slot.weight for slots in self.ordinary.values() for slot in slots}
+        return ordinary | {owned.weight for owned in self.waiting}
 
 
 def _slot(slot: kernels.Slot, with_norms: bool) -> kernels.Slot:

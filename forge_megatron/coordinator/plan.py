@@ -40,6 +40,11 @@ class Plan:
     buckets: Buckets = field(default_factory=Buckets)
     accumulation_dtype: torch.dtype = torch.float32
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Sums over ranks are kept until the norm of all is known."""
+        return self.atomic or self.clip_grad_norm is not None
+
 
 def plan(
     *,

@@ -28,6 +28,8 @@ class Ranks:
 
     Attributes:
         group: the group for gradients.
+        room: marks that every :meth:`agree` has room for: ranks at different points of their programs then send
+            messages of one length, and learn it.
 
     Args:
         group: names the ranks; every one of them makes this object at the same point of its program.
@@ -39,6 +41,7 @@ class Ranks:
         members = dist.get_process_group_ranks(group)
         limit = timedelta(seconds=timeout)
         self.members = members
+        self.room = 0
         self.size = len(members)
         self.rank = members.index(dist.get_rank())
         self.timeout = timeout
@@ -46,7 +49,9 @@ class Ranks:
         self._deterministic = deterministic and self.size > 2
         backend = dist.get_backend(group)
         self._on_device = "nccl" in backend
-        self.group = own_group(members, "gradients", backend, max(limit, timedelta(minutes=1)))
+        # On a device the time is that of the work before it, too, and its end is the process's.
+        of_gradients = max(limit, timedelta(minutes=1)) if self._on_device else limit
+        self.group = own_group(members, "gradients", backend, of_gradients)
         self._hosts = own_group(members, "hosts", "gloo", limit)
         self._calls = 0
         self._failed: str | None = None
@@ -101,9 +106,17 @@ class Ranks:
         self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Gives every rank the first rank's values."""
+        """Gives every rank the first rank's values, of any dtype, strides and device."""
         for tensor in tensors:
-            self.wait(dist.broadcast(tensor.detach(), self.members[0], group=self.group, async_op=True))
+            if tensor.is_meta:
+                continue
+            # What lies in memory once, of a tensor that was expanded.
+            there = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+            sent = there.contiguous().view(-1).view(torch.uint8)
+            group = self._hosts if tensor.device.type == "cpu" else self.group
+            self.wait(dist.broadcast(sent, self.members[0], group=group, async_op=True))
+            if sent.data_ptr() != there.data_ptr():
+                there.copy_(sent.view(there.dtype).view(there.shape))
 
     # ---- what the hosts tell each other
 
@@ -116,12 +129,12 @@ class Ranks:
         everywhere: list = [None] * self.size
         self._collective(what, lambda: dist.all_gather_object(everywhere, facts, group=self._hosts))
         for key in facts:
-            values = [repr(theirs.get(key)) for theirs in everywhere]
+            values = list(map(repr, _where_they_differ([theirs.get(key) for theirs in everywhere])))
             if len(set(values)) > 1:
                 told = "; ".join(f"rank {r}: {v}" for r, v in zip(self.members, values, strict=True))
                 raise ValueError(f"{what}: {key}: different on the ranks ({told}); give every rank the same")
 
-    def agree(self, what: str, facts: dict[str, object], marks: Tensor) -> None:
+    def agree(self, what: str, facts: dict[str, object], marks: Tensor | None = None) -> None:
         """Takes the largest of every rank's ``marks`` (uint8, in place), if their ``facts`` are equal.
 
         One small collective; the values are exchanged only where they differ.
@@ -130,13 +143,14 @@ class Ranks:
             ValueError: the facts differ; nothing has changed then.
             RuntimeError: a rank did not come.
         """
-        self.agree_later(what, facts, marks)()
+        self.agree_later(what, facts, torch.zeros(0, dtype=torch.uint8) if marks is None else marks)()
 
     def agree_later(self, what: str, facts: dict[str, object], marks: Tensor) -> Callable[[], None]:
         """The first half of :meth:`agree`; nothing else may be agreed on before the second, which it returns."""
         self._calls += 1
         digest = zlib.crc32(repr((what, len(marks), *facts.values())).encode())
-        told = torch.cat([torch.tensor([digest, -digest]), marks.long()])
+        told = torch.zeros(2 + max(self.room, len(marks)), dtype=torch.int64)
+        told[0], told[1], told[2 : 2 + len(marks)] = digest, -digest, marks
         work = self._collective(
             what, lambda: dist.all_reduce(told, dist.ReduceOp.MAX, group=self._hosts, async_op=True)
         )
@@ -145,7 +159,7 @@ class Ranks:
             self._collective(what, lambda: work.wait(self._limit))
             if told[0] != -told[1]:
                 self.expect_alike(what, {"what is called": what, "number of parameters": len(marks), **facts})
-            marks.copy_(told[2:])
+            marks.copy_(told[2 : 2 + len(marks)])
 
         return agreed
 
@@ -174,3 +188,13 @@ class Ranks:
             "data has ended an empty batch or stop all of them together, and look for an error on the silent rank"
         )
         raise RuntimeError(self._failed) from error
+
+
+def _where_they_differ(values: list) -> list:
+    """Of lists of one length, the first elements that are not equal; anything else as it is."""
+    while all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1:
+        differing = [each for each in zip(*values, strict=True) if len(set(map(repr, each))) > 1]
+        if not differing:
+            break
+        values = list(differing[0])
+    return values

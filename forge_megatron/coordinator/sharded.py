@@ -86,11 +86,16 @@ class ShardedStates(PartialSums):
             state_dict: ``torch.optim``'s; its entries are replaced.
             params: the parameter of each key of its states.
             full: gather them on every rank.
+
+        Raises:
+            ValueError: a parameter has states on some ranks only; nothing has been gathered then.
         """
         if not full:
             state_dict["forge"]["shard"] = {"rank": self.ranks.rank, "of": self.ranks.size}
             return
-        self.ranks.agree("state_dict(full=True)", {}, torch.zeros(0, dtype=torch.uint8))
+        names = self._client().names
+        having = {"parameters with states": [names[params[key]] for key in state_dict["state"]]}
+        self.ranks.agree("state_dict(full=True)", having)
         for key, entry in state_dict["state"].items():
             states = self.slot(params[key]).rule.states
             # Statistics of a whole weight are on every rank.

@@ -27,7 +27,7 @@ class Client(Protocol):
         """Whether the rule of ``p`` reads more of its gradient than one coordinate."""
 
     def shared_facts(self) -> dict[str, object]:
-        """What must be equal on every rank where they meet."""
+        """What must be equal on every rank where they meet, before a step."""
 
 
 @dataclass
