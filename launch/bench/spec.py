@@ -86,9 +86,12 @@ def load(name: str, overrides: list[str]) -> Bench:
     """Read ``recipes/bench/NAME.yaml``, or a path, with ``key=value`` overrides.
 
     Raises:
-        launch.config.RecipeError: an unknown key or a wrong type.
+        launch.config.RecipeError: an unknown key or a wrong type; fewer timed steps than have quartiles.
     """
-    return config.load(name, overrides, Bench, BENCHES)
+    bench = config.load(name, overrides, Bench, BENCHES)
+    if bench.steps < 2:
+        raise config.RecipeError("steps", f"{bench.steps} has no quartiles; time at least 2")
+    return bench
 
 
 def cells(bench: Bench, bucketed: set[str] = frozenset()) -> list[Cell]:

@@ -102,6 +102,16 @@ def test_an_arm_that_refreshes_does_so_at_every_step_and_is_no_graph(name):
     assert (gaps, arm.captured, arm.approximate) == ({1}, False, True)
 
 
+@pytest.mark.parametrize("name", ["galore", "apollo"])
+def test_an_arm_that_refreshes_takes_steps(name):
+    if importlib.util.find_spec(f"{name}_torch") is None:
+        pytest.skip(f"NOT RUN: {name}-torch, of the peers extra, is not installed")
+    checked = parity.parity(f"forge-{name}-refresh", "llama", "cpu")
+    # Another projection than its reference's; without steps the distance would be 1.
+    assert checked["bound"] is None
+    assert 0.0 < checked["distance"] < 0.6
+
+
 def in_other_roundings(attach):
     """An arm whose linears' outputs are one relative part in a million off: another order of every sum, as on a GPU."""
     generator = torch.Generator().manual_seed(0)
@@ -177,6 +187,8 @@ def test_every_committed_bench_can_be_read_and_names_known_arms():
 
 
 def test_what_cannot_run_is_refused(capsys):
+    with pytest.raises(config.RecipeError, match="steps: 1 has no quartiles; time at least 2"):
+        spec.load("rules", ["steps=1"])
     with pytest.raises(config.RecipeError, match="did you mean steps"):
         spec.load("llama3_8b", ["step=3"])
     assert bench_main.main(["llama3_8b", "--fork", "arms=[adamw]"]) == bench_main.IMPOSSIBLE
