@@ -50,12 +50,12 @@ class AdaLomo64:
         beta = 1 - t**self.decay_rate
         squares = g**2 + self.eps1
         names = ("exp_avg_sq_row", "exp_avg_sq_col") if g.dim() > 1 else ("exp_avg_sq",)
-        now = (squares.mean(1), squares.mean(0)) if g.dim() > 1 else (squares,)
+        now = (squares.mean(-1), squares.mean(-2)) if g.dim() > 1 else (squares,)
         for name, value in zip(names, now, strict=True):
             state[name] = beta * state.get(name, torch.zeros_like(value)) + (1 - beta) * value
         if g.dim() > 1:
             row, column = (state[name] for name in names)
-            v = torch.outer(row, column) / row.mean()
+            v = row[..., :, None] * column[..., None, :] / row.mean(-1)[..., None, None]
         else:
             v = state["exp_avg_sq"]
         u = g / v.sqrt()
@@ -95,6 +95,7 @@ class Galore64:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.0
+    correct_bias: bool = True
     projection: Tensor | None = None
 
     def low(self, g: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Galore64:
     def step(self, w: Tensor, state: dict, g: Tensor, t: int) -> Tensor:
         r = self.low(g)
         m, v = moments(state, r, self.betas, r**2)
-        step_size = self.lr * (1 - self.betas[1] ** t) ** 0.5 / (1 - self.betas[0] ** t)
+        step_size = self.lr * ((1 - self.betas[1] ** t) ** 0.5 / (1 - self.betas[0] ** t) if self.correct_bias else 1)
         w = w - step_size * self.direction(state, g, m / (v.sqrt() + self.eps), r, t)
         return w - self.lr * self.weight_decay * w
 

@@ -8,12 +8,13 @@ import torch
 
 from forge_megatron.rules import Rule, available, bind, get, register, torch_language
 
-#: Besides those of the form: decay on and off, the other direction, a rate of 0, betas of 0.
+#: Besides those of the form: decay on and off, the other direction, a rate of 0, an eps that is seen, betas of 0.
 HYPERPARAMETERS = [
     {"lr": 1e-2},
     {"lr": 3e-2, "weight_decay": 0.3},
     {"lr": 1e-2, "weight_decay": 0.1, "maximize": True},
     {"lr": 0.0, "weight_decay": 0.1},
+    {"lr": 3e-2, "eps": 0.1},
 ]
 BETAS = [{"lr": 3e-2, "betas": (0.5, 0.7), "eps": 1e-3}, {"lr": 1e-2, "betas": (0.0, 0.999), "weight_decay": 0.0}]
 FORMS = [form for form in oracles.FORMS if form != "lion"]
