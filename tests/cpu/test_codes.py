@@ -27,6 +27,8 @@ def test_a_level_is_the_nearest_root(name, root, top):
         stored = raw(code.encode((x * scale.item()).float(), scale.expand(x.shape))).double()
         assert torch.equal(stored, (x.float().double() ** (1 / root)).round().clamp(min=root == 4))
         assert raw(code.encode(torch.tensor([largest]), scale.expand(1))).item() == top
+    # A value at a limit, exactly, has the level above it.
+    assert torch.equal(raw(code.encode(limits[:5].float(), torch.ones(5))), torch.arange(1, 6).to(torch.uint8))
 
 
 @codes
@@ -53,6 +55,14 @@ def test_codes_and_what_they_stand_for_have_the_states_shape(code, shape):
     stored, scale = code.store(torch.ones(shape))
     assert stored.shape == code.load(stored, scale).shape == shape
     assert scale.shape == scale_shape(torch.Size(shape))
+
+
+def test_fp8_holds_what_is_small_until_its_least_scale():
+    """A block of no more than 2^-54 of e4m3's largest: everything that e4m3 has in that scale."""
+    code = state_format("fp8").signed
+    x = torch.tensor([448.0, 1.0, 2.0**-6, 2.0**-9, -240.0]) * 2.0**-54
+    stored, scale = code.store(x)
+    assert torch.equal(code.load(stored, scale), x)
 
 
 @formats

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import forge_megatron as forge
+from forge_megatron.kernels import reference
 from tests.cpu import oracles
-from tests.cpu.training import batch
+from tests.cpu.training import batch, bits_of, expect_bit_equal
 
 LR, STEPS = 1e-3, 4
 
@@ -67,3 +68,23 @@ def test_bf16_states_are_those_of_fp32_rounded_at_each_step(form):
         # A neighbour is 1/128 away, and so may the step be that it makes.
         largest = 7.0 if "nesterov" in form or form == "momentum" else 1.0
         torch.testing.assert_close(model.weight, twin.weight, rtol=0, atol=largest * LR / 64 * (step + 1))
+
+
+@pytest.mark.parametrize("recipe", ["sr-store", "int8", "fp8", "fp32-master", "fp8-weight"])
+def test_the_references_blocks_of_rows_leave_the_bits_of_one(recipe, monkeypatch):
+    """In which more than 131072 coordinates are stepped; sums of whole numbers are exact in any order."""
+
+    def trained():
+        torch.manual_seed(0)
+        model = nn.Linear(70, 33, dtype=torch.bfloat16)
+        optimizer = forge.attach(model, lr=1e-2, recipe=recipe, seed=5, backend="reference")
+        for step in range(3):
+            x, dy = (batch(8, extent, seed=10 * step + extent).round().bfloat16() for extent in (70, 33))
+            model(x).backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits_of(model, optimizer)
+
+    whole = trained()
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 5 * 70)
+    expect_bit_equal(whole, trained())

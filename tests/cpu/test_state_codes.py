@@ -9,7 +9,7 @@ import forge_megatron as forge
 from forge_megatron.formats import resolve_recipe, state_format, state_format_of
 from forge_megatron.kernels import Slot, step, wgrad_step
 from forge_megatron.rules import get
-from tests.cpu.training import backends, batch, expect_bit_equal, mean_square, mlp, snapshot
+from tests.cpu.training import backends, batch, bits_of, expect_bit_equal, mean_square, mlp
 
 codes = pytest.mark.parametrize("code", CODES.values(), ids=CODES.keys())
 formats = pytest.mark.parametrize("name", ["int8", "fp8"])
@@ -250,10 +250,6 @@ def run(model, optimizer, steps):
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
-
-
-def bits_of(model, optimizer):
-    return [raw(t) if t.dtype is torch.float8_e4m3fn else t for t in snapshot(model, optimizer)]
 
 
 @backends

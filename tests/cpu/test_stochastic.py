@@ -113,6 +113,17 @@ def test_parts_round_as_the_whole(backend):
 
 
 @backends
+def test_rows_that_are_stepped_by_themselves_round_as_the_whole(backend):
+    """An expert, or a rank's rows, of a weight whose halves lie apart in the whole one; from either half on."""
+    origin = Origin("w", row=16, split=16, jump=16)
+    whole = stepped(slot((32, 96), origin), backend, fused=True)
+    for first in (8, 24):
+        part = slot((32 - first, 96), origin)
+        part.noise = slot((32, 96), origin).noise.below(first)
+        assert torch.equal(stepped(part, backend, fused=True), whole[first:])
+
+
+@backends
 def test_a_weight_that_lies_by_columns_rounds_by_rows(backend):
     by_rows = stepped(slot((12, 20), Origin("w")), backend, fused=False)
     transposed = slot((12, 20), Origin("w"))

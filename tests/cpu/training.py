@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import forge_megatron as forge
 from forge_megatron import rules
+from forge_megatron.formats import in_memory
+from forge_megatron.formats.code import as_bytes
 from tests.cpu import oracles
 
 #: Every behaviour is shown on the torch reference and on the Triton kernels (interpreted without a GPU).
@@ -46,6 +48,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
     tensors = [*model.state_dict().values()]
     tensors += [tensor for state in states(optimizer) for tensor in state.values()]
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """As :func:`snapshot`, of what lies in memory: e4m3 as bytes, which torch compares."""
+    return [as_bytes(part) for tensor in snapshot(model, optimizer) for part in in_memory(tensor)]
 
 
 def expect_bit_equal(before: list[Tensor], after: list[Tensor]) -> None:
