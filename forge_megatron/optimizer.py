@@ -69,6 +69,8 @@ class ForgeOptimizer(Tunable):
             has a ``.grad``, which stays this rank's own, is summed in ``step()``; all ranks call it equally often.
         gradient_scale: of every gradient, such as one over the ranks whose losses are averaged; norms have it too.
         sharding: ``"states"`` (ZeRO): a rank, and its ``state_dict()``, holds its rows of the states; or ``"none"``.
+        shard_group: with ``"states"``, the ranks of ``process_group`` that share one copy of them, such as those of one
+            node (of a mesh ``(replica, shard)`` the last dimension's); gradients are summed over all. None: all ranks.
         buckets: their size, number and wire dtype, the mean or the sum.
         shards: what ``find_shards`` found in the model of parameters that ``fully_shard`` has sharded.
         hyperparameters: the rule's, by ``torch.optim``'s names; ``lr`` is required.
@@ -100,6 +102,7 @@ class ForgeOptimizer(Tunable):
         backend: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         sharding: str = "none",
+        shard_group: dist.ProcessGroup | None = None,
         buckets: Buckets | None = None,
         origins: Mapping | None = None,
         wholes: Mapping[Tensor, Whole] | None = None,
@@ -118,6 +121,7 @@ class ForgeOptimizer(Tunable):
             gradient_scale=gradient_scale,
             process_group=process_group,
             sharding=sharding,
+            shard_group=shard_group,
             buckets=buckets,
             sharded=bool(shards),
         )

@@ -39,6 +39,11 @@ class AcrossRanks(Reports):
         """The rows of ``p`` whose states this rank has."""
         return slice(0, extent(p)) if self._sums is None else self._sums.rows(p)
 
+    @property
+    def copy_of_states(self) -> int:
+        """Which of the copies of the states this rank has rows of, from 0."""
+        return 0 if self._sums is None else self._sums.ranks.instance
+
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; raises ``NotImplementedError`` for what no schedule can step."""
         group = self._group_of[p]
@@ -76,7 +81,7 @@ class AcrossRanks(Reports):
                 "rules": [rule_of(group, self.rule).name for group in self.param_groups],
                 "formats": [{**self._formats, **formats_of(group)} for group in self.param_groups],
                 "members": [len(group["params"]) for group in self.param_groups],
-                "options": replace(self._plan, process_group=None),
+                "options": replace(self._plan, process_group=None, shard_group=None),
                 "backend": self.backend,
                 "seed": self.random.seed,
             }

@@ -52,6 +52,9 @@ class _CudaMeansCpu(TorchFunctionMode):
 class _Stream:
     """The one stream of a CPU, in order by nature."""
 
+    def __init__(self, device: object = None, priority: int = 0):
+        pass
+
     def wait_stream(self, other: object) -> None:
         pass
 
@@ -104,6 +107,7 @@ def _rng_tracker():
 
 def _patch_torch() -> None:
     stream = _Stream()
+    torch.cuda.Stream = _Stream
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.current_stream = lambda device=None: stream
     torch.cuda.default_stream = lambda device=None: stream

@@ -92,10 +92,10 @@ class Members:
                 f"{client.names[both]}: DistributedDataParallel would reduce it a second time; attach the very module "
                 "that it wraps, before it is built"
             )
-        if wrapper.process_group.size() != self.ranks.size:
+        if wrapper.process_group.size() != len(self.ranks.members):
             raise ValueError(
                 f"DistributedDataParallel has {wrapper.process_group.size()} ranks and process_group= "
-                f"{self.ranks.size}; give both the same group"
+                f"{len(self.ranks.members)}; give both the same group"
             )
         self._wrapper, self._reduced = weakref.ref(wrapper), theirs
         return theirs

@@ -55,7 +55,7 @@ class PartialSums(Members):
     def __init__(self, ranks: Ranks, options: Buckets, backend: str, client: Client, *, waits: bool, scale: float):
         super().__init__(ranks, options, client, waits=waits)
         self.backend = backend
-        self._scale = scale / ranks.size if options.average else scale
+        self._scale = scale / len(ranks.members) if options.average else scale
         self._mean: Tensor | None = None
         self._pipeline: Pipeline | None = None
         self._pipeline_for = 0

@@ -25,6 +25,7 @@ class Plan:
         gradient_scale: of every gradient.
         process_group: the ranks that each hold a part of every gradient; None: each is complete here.
         sharding: "none", or "states": each rank holds a part of them.
+        shard_group: the ranks of ``process_group`` that hold all parts once; None: all of them.
         buckets: in which gradients are summed over the group.
         accumulation_dtype: of the sum of micro-batches of a 16-bit parameter.
     """
@@ -39,6 +40,7 @@ class Plan:
     sharding: str = "none"
     buckets: Buckets = field(default_factory=Buckets)
     accumulation_dtype: torch.dtype = torch.float32
+    shard_group: dist.ProcessGroup | None = None
 
     @property
     def keeps_sums(self) -> bool:
@@ -59,6 +61,7 @@ def plan(
     buckets: Buckets | None = None,
     sharded: bool = False,
     accumulation_dtype: torch.dtype = torch.float32,
+    shard_group: dist.ProcessGroup | None = None,
 ) -> Plan:
     """Checks the options of :func:`forge_megatron.attach` that decide when a weight is stepped.
 
@@ -79,6 +82,8 @@ def plan(
         sharded: the weights are already sharded by ``fully_shard``.
         accumulation_dtype: ``torch.float32``, or ``torch.bfloat16``: half of the memory of a sum, rounded with every
             micro-batch, as the ``.grad`` of a bf16 parameter is.
+        shard_group: of ``process_group``, the ranks that share one copy of the states with this one; each such group
+            has a copy. None: there is one copy.
 
     Raises:
         ValueError: a value that has no meaning.
@@ -90,6 +95,7 @@ def plan(
     if sharding == "full" and not sharded:
         raise ValueError("sharding='full' with weights that are not sharded; call fully_shard, then attach")
     _check_ranks(process_group, sharding, buckets)
+    _check_instances(process_group, sharding, shard_group)
     if not isinstance(waiting, bool | None):
         raise ValueError(f"waiting={waiting!r}; give True or False")
     if skip not in ("flag", "atomic"):
@@ -117,7 +123,8 @@ def plan(
         )
     waits = bool(waiting) or atomic or limit is not None or (accumulation_steps != 1 and not in_backward)
     ranks = process_group, sharding, buckets or Buckets()
-    return Plan(waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale, *ranks, accumulation_dtype)
+    how = waits, accumulation_steps, limit, clip == "weight", atomic, gradient_scale
+    return Plan(*how, *ranks, accumulation_dtype, shard_group)
 
 
 def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:
@@ -135,6 +142,21 @@ def _check_ranks(process_group, sharding: str, buckets: Buckets | None) -> None:
         )
     if buckets is not None and not isinstance(buckets, Buckets):
         raise TypeError(f"buckets={buckets!r}; give a forge_megatron.Buckets")
+
+
+def _check_instances(process_group, sharding: str, shard_group) -> None:
+    if shard_group is None:
+        return
+    if sharding != "states":
+        raise ValueError(f"shard_group= with sharding={sharding!r}; give sharding='states', or leave it out")
+    if not isinstance(shard_group, dist.ProcessGroup):
+        raise TypeError(
+            f"shard_group={shard_group!r}; give a torch.distributed.ProcessGroup that this rank is a member of, for "
+            "example mesh.get_group('shard')"
+        )
+    others = set(dist.get_process_group_ranks(shard_group)) - set(dist.get_process_group_ranks(process_group))
+    if others:
+        raise ValueError(f"shard_group= has the ranks {sorted(others)}, which are not in process_group=")
 
 
 def _check_sums(dtype, sharded: bool) -> None:

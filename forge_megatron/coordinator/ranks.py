@@ -7,6 +7,7 @@ ends in an error where a rank does not come.
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,37 +25,65 @@ _GRACE = 5.0
 
 
 class Ranks:
-    """The members of a data-parallel group.
+    """The members of a data-parallel group, which are one instance or several of equal size.
+
+    An instance is what has all shards of the states once. Without ``shard_group`` all members are one.
 
     Attributes:
-        group: the group for gradients.
+        members: all of them, by their global ranks.
+        size, rank: of this rank's instance, and in it.
+        group: of the instance, for gradients.
+        instance: this rank's, from 0.
         room: marks that every :meth:`agree` has room for: ranks at different points of their programs then send
             messages of one length, and learn it.
 
     Args:
         group: names the ranks; every one of them makes this object at the same point of its program.
         timeout: seconds after which a rank that the others wait for is an error.
-        deterministic: sums are in the order of the ranks.
+        deterministic: sums are in the order of the ranks, and of the instances.
+        shard_group: names the ranks of the instance.
+
+    Raises:
+        ValueError: the instances have not all members once, or not equally many.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, deterministic: bool = False):
-        members = dist.get_process_group_ranks(group)
-        limit = timedelta(seconds=timeout)
-        self.members = members
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float,
+        deterministic: bool = False,
+        shard_group: dist.ProcessGroup | None = None,
+    ):
+        self.members = dist.get_process_group_ranks(group)
         self.room = 0
-        self.size = len(members)
-        self.rank = members.index(dist.get_rank())
         self.timeout = timeout
-        self._limit = limit
-        self._deterministic = deterministic and self.size > 2
+        self._place = self.members.index(dist.get_rank())
+        self._limit = limit = timedelta(seconds=timeout)
+        self._deterministic = deterministic
         backend = dist.get_backend(group)
         self._on_device = "nccl" in backend
-        # On a device the time is that of the work before it, too, and its end is the process's.
-        of_gradients = max(limit, timedelta(minutes=1)) if self._on_device else limit
-        self.group = own_group(members, "gradients", backend, of_gradients)
-        self._hosts = own_group(members, "hosts", "gloo", limit)
+        self._hosts = own_group(self.members, "hosts", "gloo", limit)
         self._calls = 0
         self._failed: str | None = None
+        mine = tuple(self.members if shard_group is None else dist.get_process_group_ranks(shard_group))
+        instances = self._instances(mine)
+        self.size, self.rank, self.instance = len(mine), mine.index(dist.get_rank()), instances.index(mine)
+        # On a device the time is that of the work before it, too, and its end is the process's.
+        of_gradients = max(limit, timedelta(minutes=1)) if self._on_device else limit
+        self.group = own_group(mine, "gradients", backend, of_gradients)
+        same = [instance[self.rank] for instance in instances]
+        self._across = own_group(same, "instances", backend, of_gradients) if len(instances) > 1 else None
+
+    def _instances(self, mine: tuple[int, ...]) -> list[tuple[int, ...]]:
+        told: list = [None] * len(self.members)
+        self._collective("attach(process_group=...)", lambda: dist.all_gather_object(told, mine, group=self._hosts))
+        instances = sorted(set(told), key=lambda ranks: self.members.index(ranks[0]))
+        if sorted(itertools.chain(*instances)) != sorted(self.members) or len(set(map(len, instances))) > 1:
+            raise ValueError(
+                f"shard_group=: the ranks {self.members} of process_group= gave {instances}; give each rank one group, "
+                "which its ranks have in common, of as many ranks as the others have"
+            )
+        return instances
 
     # ---- sums of gradients
 
@@ -74,35 +103,42 @@ class Ranks:
 
     def all_reduce(self, buffer: Tensor) -> Iterator[Work]:
         """Sums ``buffer`` (a multiple of ``size`` elements where sums are deterministic), in place."""
-        if not self._deterministic:
+        if not (self._deterministic and self.size > 2):
             yield dist.all_reduce(buffer, group=self.group, async_op=True)
             return
         yield from self.reduce_scatter(buffer)
         yield self.all_gather(buffer)
 
     def reduce_scatter(self, buffer: Tensor) -> Iterator[Work]:
-        """Sums this rank's part of ``buffer``, one of ``size`` equal stretches, in place; spoils the others."""
+        """Sums this rank's part of ``buffer``, one of ``size`` equal stretches, in place; spoils the others.
+
+        Over the ranks of the instance, then over the instances, of which each has the same sum.
+        """
         mine = self.part(buffer)
-        if not self._deterministic:
+        if self._deterministic and self.size > 2:
+            received = torch.empty_like(buffer)
+            yield dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
+            mine.copy_(_in_order(received.view(self.size, -1)))
+        else:
             yield dist.reduce_scatter_tensor(mine, buffer, group=self.group, async_op=True)
+        if self._across is None:
             return
-        received = torch.empty_like(buffer)
-        yield dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
-        terms = received.view(self.size, -1)
-        total = terms[0].float()
-        for term in terms[1:]:
-            total = total + term
-        mine.copy_(total)
+        if self._deterministic and self._across.size() > 2:
+            received = mine.new_empty(self._across.size(), len(mine))
+            yield dist.all_gather_into_tensor(received.view(-1), mine, group=self._across, async_op=True)
+            mine.copy_(_in_order(received))
+        else:
+            yield dist.all_reduce(mine, group=self._across, async_op=True)
 
     def all_gather(self, buffer: Tensor) -> Work:
-        """Fills ``buffer`` from each rank's own part of it."""
+        """Fills ``buffer`` from each rank's own part of it, in each instance by itself."""
         return dist.all_gather_into_tensor(buffer, self.part(buffer), group=self.group, async_op=True)
 
     def part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self.size, -1)[self.rank]
 
     def sum_now(self, tensor: Tensor) -> None:
-        """Sums a small tensor in place, at once."""
+        """Sums a small tensor over the instance in place, at once."""
         self.wait(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -113,8 +149,9 @@ class Ranks:
             # What lies in memory once, of a tensor that was expanded.
             there = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
             sent = there.contiguous().view(-1).view(torch.uint8)
-            group = self._hosts if tensor.device.type == "cpu" else self.group
-            self.wait(dist.broadcast(sent, self.members[0], group=group, async_op=True))
+            for group in (self._hosts,) if tensor.device.type == "cpu" else (self._across, self.group):
+                if group is not None:
+                    self.wait(dist.broadcast(sent, group=group, group_src=0, async_op=True))
             if sent.data_ptr() != there.data_ptr():
                 there.copy_(sent.view(there.dtype).view(there.shape))
 
@@ -126,7 +163,7 @@ class Ranks:
         Raises:
             ValueError: on every rank, naming the first fact that differs and the ranks' values.
         """
-        everywhere: list = [None] * self.size
+        everywhere: list = [None] * len(self.members)
         self._collective(what, lambda: dist.all_gather_object(everywhere, facts, group=self._hosts))
         for key in facts:
             values = list(map(repr, _where_they_differ([theirs.get(key) for theirs in everywhere])))
@@ -175,8 +212,8 @@ class Ranks:
         """Raises; names the ranks that do not say within a few seconds that they wait in vain, too."""
         store = dist.distributed_c10d._get_default_store()
         key = f"forge/{'.'.join(map(str, self.members))}/{self._calls}"
-        store.set(f"{key}/{self.rank}", b"waits")
-        silent = list(range(self.size))
+        store.set(f"{key}/{self._place}", b"waits")
+        silent = list(range(len(self.members)))
         end = time.monotonic() + min(_GRACE, self.timeout)
         while silent and time.monotonic() < end:
             silent = [rank for rank in silent if not store.check([f"{key}/{rank}"])]
@@ -198,3 +235,11 @@ def _where_they_differ(values: list) -> list:
             break
         values = list(differing[0])
     return values
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """The sum of ``terms``, ``[ranks, elements]``, in fp32."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term
+    return total

@@ -15,7 +15,7 @@ def across_ranks(plan: Plan, backend: str, client: Client) -> PartialSums | None
     if plan.process_group is None:
         return None
     buckets = plan.buckets
-    ranks = Ranks(plan.process_group, buckets.timeout, buckets.deterministic)
+    ranks = Ranks(plan.process_group, buckets.timeout, buckets.deterministic, plan.shard_group)
     return (ShardedStates if plan.sharding == "states" else Replicated)(
         ranks, buckets, backend, client, waits=plan.waits, scale=plan.gradient_scale
     )

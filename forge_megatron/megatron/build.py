@@ -161,7 +161,7 @@ def get_forge_optimizer(
         members = [group for group in groups if group["is_expert_parallel"] == domain.is_expert]
         layout = Layout(members, names, frozenset(map(id, owned)), domain.named_group)
         forge = _forge(config, options, layout, owned, model_chunks, waits, domain, facts)
-        groups_of_ranks = {"tp_group": domain.tensor_group, "data_group": domain.data_group}
+        groups_of_ranks = {"tp_group": domain.tensor_group, "shard_group": domain.shard_group}
         optimizers.append(ForgeMegatronOptimizer(beside, forge, layout, waits=waits, **groups_of_ranks))
     for chunk in model_chunks:
         observe(chunk, optimizers)
@@ -257,7 +257,7 @@ def _forge(
         accumulation_dtype=options.accumulation_dtype,
         gradient_scale=domains.scale(facts),
         buckets=buckets,
-        sharding=domain.sharding(facts),
+        **domain.sharding(facts),
         process_group=None if buckets is None else domain.data_group,
     )
     if stores_codes(options.recipe) and store_as_codes(model_chunks, owned, _LINEARS):

@@ -233,7 +233,8 @@ def _sharded(optimizer: ForgeMegatronOptimizer, shard: Any, parameter: Tensor, v
     """A state, or an fp32 copy, as it is saved: the whole of the weight's shard, or this rank's rows of it."""
     if value.shape == parameter.shape:
         return make_sharded_optimizer_tensor(shard, value, prefix)
-    return sharded_rows(shard, value, optimizer.forge.held_rows(parameter), prefix)
+    forge = optimizer.forge
+    return sharded_rows(shard, value, forge.held_rows(parameter), prefix, forge.copy_of_states)
 
 
 # ---- in

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
@@ -27,6 +28,7 @@ class Domain:
     Attributes:
         is_expert: experts under expert parallelism; False: everything else.
         data_group: the ranks that hold the same weights and each a part of their gradients.
+        shard_group: of those, the ranks of one distributed optimizer instance, which share one copy of the states.
         tensor_group: the ranks that hold shards of the same weights.
         model_group: the ranks that together hold each weight once; norms are summed over it.
         named_group: of those, ranks that together have every weight's name once.
@@ -34,6 +36,7 @@ class Domain:
 
     is_expert: bool
     data_group: ProcessGroup
+    shard_group: ProcessGroup
     tensor_group: ProcessGroup
     model_group: ProcessGroup
     named_group: ProcessGroup
@@ -47,10 +50,11 @@ class Domain:
             return None
         return Buckets(wire_dtype=torch.float32 if facts.any("grad_reduce_in_fp32") else None, average=False)
 
-    def sharding(self, facts: Facts) -> str:
-        """Where states are: ``"states"`` by rows over ``data_group``, ``"none"`` whole on every rank."""
-        sharded = facts.any("use_distributed_optimizer") and self.data_group.size() > 1
-        return "states" if sharded else "none"
+    def sharding(self, facts: Facts) -> dict[str, Any]:
+        """Where states are, as options of ForgeOptimizer: by rows over ``shard_group``, or whole on every rank."""
+        if not facts.any("use_distributed_optimizer") or self.data_group.size() == 1:
+            return {}
+        return {"sharding": "states", "shard_group": self.shard_group}
 
 
 def is_expert(weight: Tensor) -> bool:
@@ -62,6 +66,7 @@ def dense() -> Domain:
     return Domain(
         False,
         parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
@@ -74,6 +79,7 @@ def experts() -> Domain:
     return Domain(
         True,
         parallel_state.get_expert_data_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True),
         parallel_state.get_expert_tensor_parallel_group(),
         all_shards,
         all_shards,

@@ -36,7 +36,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         layout: which optimizer steps which parameter, in the order a run without FORGE has them.
         waits: every update is made at ``step()``.
         tp_group: the tensor-parallel ranks of these weights.
-        data_group: the ranks that hold the same weights.
+        shard_group: the ranks that hold the same weights and share one copy of their states.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         *,
         waits: bool,
         tp_group: dist.ProcessGroup,
-        data_group: dist.ProcessGroup,
+        shard_group: dist.ProcessGroup,
     ):
         super().__init__(dense.optimizer, dense.config, dense.init_state_fn)
         self.dense = dense
@@ -63,8 +63,8 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         self._norms: Tensor | None = None
         self._replicas_checked = False
         owned = [p for group in forge.param_groups for p in group["params"]]
-        # DistributedOptimizer's statistics are summed over data-parallel ranks too, which all have these norms.
-        counts = data_group.rank() == 0 or not isinstance(dense, DistributedOptimizer)
+        # DistributedOptimizer's statistics are summed over the ranks of a copy too, which all have these norms.
+        counts = shard_group.rank() == 0 or not isinstance(dense, DistributedOptimizer)
         self._counted = torch.tensor(
             [
                 index

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def sharded_rows(
-    weight: ShardedTensor | ShardedTensorFactory, held: Tensor, rows: slice, prefix: str
+    weight: ShardedTensor | ShardedTensorFactory, held: Tensor, rows: slice, prefix: str, copy: int
 ) -> ShardedTensorFactory | LocalNonpersistentObject:
     """The checkpoint's entry of a state.
 
@@ -26,6 +26,7 @@ def sharded_rows(
         held: the state, ``[rows, ...]``.
         rows: of the weight, those of ``held``.
         prefix: of the key.
+        copy: which of the copies of the states it is of, from 0, of which the first is saved.
 
     Returns:
         What ``dist_checkpointing`` saves, and loads as ``[rows, ...]``; a rank without rows saves nothing.
@@ -42,13 +43,13 @@ def sharded_rows(
 
     def build(key: str, held: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
         if isinstance(weight, ShardedTensor):
-            return [_narrowed(replace(weight, key=key), held, 0, rows)]
+            return [_narrowed(replace(weight, key=key), held, 0, rows, copy)]
         # Where each piece of the whole lies is read off tensors without memory.
         whole = torch.empty(shape, dtype=held.dtype, device="meta")
         pieces = nested_values(weight.build_fn(key, whole, replica_id, flattened_range))
         whole = whole.flatten(0, -2) if len(shape) == 3 else whole
         return [
-            _narrowed(piece, held, start, rows)
+            _narrowed(piece, held, start, rows, copy)
             for piece, start in _placed(key, whole, pieces)
             if start < rows.stop and start + piece.local_shape[0] > rows.start
         ]
@@ -75,7 +76,7 @@ def _placed(key: str, whole: Tensor, pieces: Iterable[ShardedTensor]) -> list[tu
     return placed
 
 
-def _narrowed(piece: ShardedTensor, held: Tensor, start: int, rows: slice) -> ShardedTensor:
+def _narrowed(piece: ShardedTensor, held: Tensor, start: int, rows: slice, copy: int) -> ShardedTensor:
     """``piece``, which begins at row ``start`` of the weight, with only those of its rows that are in ``rows``."""
     first, end = max(rows.start, start), min(rows.stop, start + piece.local_shape[0])
     # Megatron knows prepended axes only of shards of one size, and ranks' rows need not be equally many.
@@ -90,6 +91,6 @@ def _narrowed(piece: ShardedTensor, held: Tensor, start: int, rows: slice) -> Sh
         global_offset=tuple(offset),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        # Nobody else has these rows; without sharded states the last number counts data-parallel replicas.
-        replica_id=(*piece.replica_id[:-1], 0),
+        # No rank of the same copy has these rows; without sharded states the last number counts data-parallel replicas.
+        replica_id=(*piece.replica_id[:-1], copy),
     )

@@ -224,8 +224,10 @@ SWITCHES: tuple[Switch, ...] = (
         _REFUSED, _flag("overlap_param_gather_with_optimizer_step"),
     ),
     Switch(
-        "num_distributed_optimizer_instances", REFUSED, "owned states are sharded over all data-parallel ranks; set it "
-        "to 1", _REFUSED, _above("num_distributed_optimizer_instances"),
+        "num_distributed_optimizer_instances", SUPPORTED, "each instance has all owned states, sharded over its "
+        "ranks: a gradient is reduce-scattered in it and summed over the instances, the weight is gathered in it",
+        "tests/distributed/test_megatron_instances.py::test_trains_like_megatron",
+        _above("num_distributed_optimizer_instances"),
     ),
     Switch(
         "use_layer_wise_distributed_optimizer", REFUSED, "deals whole layers to ranks; turn it off",

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ON = {
     "expert_model_parallel_size": 2,
     "gtp_weight_remat_size": 2,
-    "num_distributed_optimizer_instances": 2,
     "fp8": "hybrid",
     "fp4": "e2m1",
     "cuda_graph_impl": "local",
@@ -36,7 +35,6 @@ ON = {
 OFF = {
     "expert_model_parallel_size": 1,
     "gtp_weight_remat_size": 1,
-    "num_distributed_optimizer_instances": 1,
     "fp8": None,
     "fp4": None,
     "cuda_graph_impl": "none",

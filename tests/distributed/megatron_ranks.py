@@ -32,7 +32,13 @@ def _megatron(**degrees: int | None) -> Iterator[None]:
 
 
 def _initialize(
-    tp: int | None = None, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+    tp: int | None = None,
+    pp: int = 1,
+    vp: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    instances: int = 1,
 ) -> None:
     """
     Args:
@@ -42,6 +48,7 @@ def _initialize(
         cp: context-parallel size.
         ep: expert-parallel size.
         etp: tensor-parallel size of experts; None: ``tp``.
+        instances: of the distributed optimizer, each with all states.
     """
     from megatron.core import parallel_state
 
@@ -52,6 +59,7 @@ def _initialize(
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=instances,
         create_gloo_process_groups=False,
     )
 

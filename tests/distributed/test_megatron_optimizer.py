@@ -278,7 +278,7 @@ def _refused() -> dict:
     model = build_model(Case())
     classes = [type(module) for module in model.modules()]
     try:
-        prepare([model], DistributedDataParallelConfig(num_distributed_optimizer_instances=2))
+        prepare([model], DistributedDataParallelConfig(use_megatron_fsdp=True))
     except NotImplementedError as error:
         same = classes == [type(module) for module in model.modules()]
         return {"error": str(error), "unchanged": same and all(p.requires_grad for p in model.parameters())}
@@ -286,7 +286,7 @@ def _refused() -> dict:
 
 def test_a_refused_switch_is_named_before_anything_changes(results):
     for found in results["_refused"]:
-        assert "num_distributed_optimizer_instances=2" in found["error"]
+        assert "use_megatron_fsdp=True" in found["error"]
         assert found["unchanged"]
 
 
