@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from forge_megatron import kernels
+from forge_megatron.coordinator import Stage, Together
 from forge_megatron.discarding import Discarding
 from forge_megatron.linear.counts import raise_counts
 
@@ -103,6 +104,10 @@ class Capturing(Discarding):
         is replayed again. Anything else that the function does on the host (printing, a scheduler, choosing a path by a
         value) is done while it is captured and not again.
 
+        Over data-parallel ranks (``process_group=``) the sums of gradients are in the graph too. Each rank calls the
+        function as often as the others; where one has to run a call as it is, or to capture it, all do. One small
+        collective over the hosts comes before every call, and no other with a replay.
+
         Args:
             step_function: of tensors on the parameters' device, at any depth of tuples, lists and dicts, and of
                 constants, for each of which a new recording is made; returns tensors or None.
@@ -117,8 +122,6 @@ class Capturing(Discarding):
             ValueError: parameters that are not all on one CUDA device.
             NotImplementedError: hooks on ``step()``, or weights that ``fully_shard`` has sharded.
         """
-        if self._sums is not None:
-            raise NotImplementedError("capture() with process_group= is not built; run it eagerly")
         if self._graphs is None:
             self._graphs = graphs_for({label: p.device for p, label in self.names.items()})
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
@@ -196,6 +199,7 @@ class Captured:
         self._function = step_function
         self._warmup = warmup
         self._generators = generators
+        self._together = Together(optimizer._sums)
         self._calls: dict[tuple, int] = {}
         self._recordings: dict[tuple, Recording] = {}
         # The parameters that calls of each kind step, as far as one has.
@@ -205,11 +209,12 @@ class Captured:
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = self._key(leaves, structure)
-        refreshes = self._refreshes(key)
-        if key in self._recordings and not refreshes:
+        stage = self._together.stage(self._stage(key))
+        if stage is Stage.REPLAY:
             return self._replay(self._recordings[key], inputs)
         self._calls[key] = self._calls.get(key, 0) + 1
-        if self._calls[key] > self._warmup and not refreshes:
+        if stage is Stage.RECORD:
+            self._together.expect_no_wrapper()
             self._recordings[key] = self._record(leaves, structure)
             return self._replay(self._recordings[key], inputs, recorded=True)
         optimizer = self._optimizer
@@ -222,6 +227,14 @@ class Captured:
     def beside(self) -> AbstractContextManager[None]:
         """Inside, kernels are launched where the step is captured: for nodes of autograd that outlive a step."""
         return self._optimizer._graphs.beside()
+
+    def _stage(self, key: tuple) -> Stage:
+        """What this call would do on a rank that is alone."""
+        if self._refreshes(key):
+            return Stage.RUN
+        if key in self._recordings:
+            return Stage.REPLAY
+        return Stage.RECORD if self._calls.get(key, 0) >= self._warmup else Stage.RUN
 
     def _refreshes(self, key: tuple) -> bool:
         """Whether a step of this kind now refreshes a projection, which needs decompositions that no graph can have."""
@@ -273,25 +286,29 @@ class Captured:
         optimizer._skips.settle(wait=True)
         before = self._counts()
         optimizer._skips.held = True
+        failure = None
         try:
             with optimizer._one_step():
                 made, replay = optimizer._graphs.record(
                     lambda: _outside_autograd(self._function(*args, **kwargs)),
-                    kernels.table_bytes(optimizer.names),
+                    kernels.table_bytes(optimizer.names) + self._together.table_bytes(),
                     self._generators,
                 )
         except Exception as error:
+            failure = error
+        finally:
+            optimizer._skips.held = False
+        if self._together.failed(failure):
             # Nothing has run on the device.
-            optimizer.rollback(accept=True)
+            optimizer._leave_window(accept=True)
             for counter, value in before:
                 counter.copy_(value)
             raise RuntimeError(
-                f"the step could not be captured as a CUDA graph: {error}. Something in it waits for the device or "
-                "reads its values on the host (.item(), printing a tensor, a boolean mask, a copy from the CPU), or a "
-                "loss of an earlier step still holds its graph: delete it. Weights, states and counts are as before"
-            ) from error
-        finally:
-            optimizer._skips.held = False
+                f"the step could not be captured as a CUDA graph: {failure or 'another rank failed to'}. Something in "
+                "it waits for the device or reads its values on the host (.item(), printing a tensor, a boolean mask, "
+                "a copy from the CPU), or a loss of an earlier step still holds its graph: delete it. Weights, states "
+                "and counts are as before"
+            ) from failure
         stepped = self._raised(before)
         inputs = [leaf for leaf in held if _is(leaf)]
         return Recording(inputs, made, replay, stepped, optimizer._grad_norm, optimizer._measured)

@@ -45,6 +45,9 @@ class Discarding(Stepping):
         """
         if accept and self._sums is not None:
             raise NotImplementedError("rollback(accept=True) with process_group= is not built; load a checkpoint")
+        return self._leave_window(accept=accept)
+
+    def _leave_window(self, *, accept: bool) -> bool:
         super().zero_grad(set_to_none=True)
         self._gradients.close_window()
         self._had_gradient.clear()

@@ -16,6 +16,7 @@ from forge_megatron.formats.noise import VERSION
 from forge_megatron.formats.state import is_scale
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot, is_sharded, shard_like
+from forge_megatron.linear import OwnedWeight
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
@@ -33,6 +34,7 @@ class Restorable(Protocol):
     names: Mapping[Tensor, str]
     param_groups: list[dict]
     state: Mapping[Tensor, dict[str, Tensor]]
+    owned: Mapping[Tensor, OwnedWeight]
     random: RandomBits
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
@@ -112,7 +114,9 @@ def marker(optimizer: Restorable) -> dict:
     """What a checkpoint says of the optimizer besides torch's two entries."""
     frozen = [index for index, p in enumerate(optimizer.names) if p not in optimizer.state]
     random = {"seed": optimizer.random.seed, "random": VERSION}
-    return {"version": 1, "rule": optimizer.rule.name, "frozen": frozen, **random}
+    # How long a window was decides what the next one keeps, and so the order of its sums.
+    windows = [optimizer.owned[p].last_window if p in optimizer.owned else 0 for p in optimizer.names]
+    return {"version": 1, "rule": optimizer.rule.name, "frozen": frozen, "windows": windows, **random}
 
 
 def exported(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -184,6 +188,10 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
         pairs = ", ".join(f"{ours} to {theirs}" for ours, theirs in sorted(converted))
         warnings.warn(f"states of the checkpoint were converted from {pairs}", stacklevel=3)
     optimizer.random.seed = (ours or {}).get("seed", optimizer.random.seed)
+    windows = (ours or {}).get("windows", ())
+    for p, key in sources.items():
+        if p in optimizer.owned and key in range(len(windows)):
+            optimizer.owned[p].last_window = windows[key]
 
 
 def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dict:

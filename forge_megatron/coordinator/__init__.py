@@ -13,6 +13,7 @@ from forge_megatron.coordinator.plan import Plan, plan
 from forge_megatron.coordinator.schedule import across_ranks
 from forge_megatron.coordinator.shards import NormsOverRanks, ShardGroup, find_shards, wholes_of
 from forge_megatron.coordinator.skips import Skip, Skips
+from forge_megatron.coordinator.together import Stage, Together
 from forge_megatron.coordinator.waiting import SumFactors
 
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "ShardGroup",
     "Skip",
     "Skips",
+    "Stage",
     "SumFactors",
+    "Together",
     "across_ranks",
     "decide",
     "extent",

@@ -1,18 +1,38 @@
-"""What this rank steps of each piece of a bucket, as a slot of its own: kept from one step to the next, for a launch
-remembers much of a slot, and to make one takes longer than to launch it.
+"""What is kept from one step to the next: how gradients lie in buckets, and what this rank steps of each piece.
+
+A piece has a slot of its own, for a launch remembers much of a slot, and to make one takes longer than to launch it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from forge_megatron.coordinator.bucket import Piece, columns, rows_of
+from forge_megatron.coordinator.bucket import Bucket, Piece, columns, rows_of
 from forge_megatron.formats import in_memory
 from forge_megatron.formats.code import scale_rows
 from forge_megatron.kernels import Slot
+
+#: Selections of parameters whose buckets are kept: a model whose parts are used by turns has several.
+_MAX_CUTS = 16
+
+
+class HeldCuts:
+    """The buckets of selections of one schedule's parameters."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[tuple, list[Bucket]] = {}
+
+    def of(self, params: Sequence[Tensor], cut: Callable[[], list[Bucket]]) -> list[Bucket]:
+        key = tuple((id(p), p.dtype) for p in params)
+        if key not in self._cuts:
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            self._cuts[key] = cut()
+        return self._cuts[key]
 
 
 class HeldPieces:

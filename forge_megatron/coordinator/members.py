@@ -41,6 +41,11 @@ class Members:
             self._options = self._options.sized(self._client().names)
         return self._options
 
+    @property
+    def reduced_elsewhere(self) -> frozenset[Tensor]:
+        """What DistributedDataParallel reduces."""
+        return self._reduced
+
     def start(self, what: str, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
         """Compares the ranks' models and options, and gives every rank the first rank's values.
 

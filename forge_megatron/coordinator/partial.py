@@ -20,7 +20,7 @@ from forge_megatron import kernels
 from forge_megatron.coordinator.bucket import Bucket, Buckets, Piece, buffer_bytes, cut, extent
 from forge_megatron.coordinator.filler import Filler, Gradient
 from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
-from forge_megatron.coordinator.held import HeldPieces
+from forge_megatron.coordinator.held import HeldCuts, HeldPieces
 from forge_megatron.coordinator.meeting import meet, waiting_anywhere
 from forge_megatron.coordinator.members import Members
 from forge_megatron.coordinator.pending import Pending
@@ -31,9 +31,6 @@ from forge_megatron.kernels import FormedRows, GroupedRows
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
-
-#: Selections of parameters whose buckets are kept: a model whose parts are used by turns has several.
-_MAX_CUTS = 16
 
 
 class PartialSums(Members):
@@ -63,7 +60,7 @@ class PartialSums(Members):
         self._window = Window()
         self._filler: Filler | None = None
         self._held = HeldPieces()
-        self._cuts: dict[tuple, list[Bucket]] = {}
+        self._cuts = HeldCuts()
 
     # ---- what a schedule adds
 
@@ -183,12 +180,11 @@ class PartialSums(Members):
         return Filler(self._cut(params), self.parts, self._gradient, self._written)
 
     def _cut(self, params: Sequence[Tensor]) -> list[Bucket]:
-        key = tuple((id(p), p.dtype) for p in params)
-        if key not in self._cuts:
-            if len(self._cuts) >= _MAX_CUTS:
-                self._cuts.clear()
-            self._cuts[key] = cut(params, self.options, self.parts, **self._layout())
-        return self._cuts[key]
+        return self._cuts.of(params, lambda: cut(params, self.options, self.parts, **self._layout()))
+
+    def pieces(self) -> int:
+        """Of all parameters in their buckets."""
+        return sum(len(bucket.pieces) for bucket in self._cut(list(self._client().names)))
 
     def _layout(self) -> dict[str, Any]:
         client = self._client()
@@ -219,7 +215,7 @@ class PartialSums(Members):
             # What a group that has joined needs may be more.
             self._pipeline = Pipeline(*self._memory(list(names)), self.device, self.ranks.wait)
             # They remember places in the buffers that were.
-            self._cuts.clear()
+            self._cuts = HeldCuts()
             self._pipeline_for = len(names)
         return self._pipeline
 
@@ -382,7 +378,7 @@ class PartialSums(Members):
         if partial and stepped:
             if self.parts == 1 and self.ranks.rank > 0:
                 # What backward stepped was measured whole on every rank.
-                total *= total.new_tensor([p not in self._window.done for p in stepped])
+                total *= kernels.upload(torch.tensor([p not in self._window.done for p in stepped]), self.device)
             self.ranks.sum_now(total)
         if stepped:
             torch._foreach_copy_([self.slot(p).norm_sq for p in stepped], total.unbind())

@@ -76,6 +76,8 @@ class Pipeline:
             self._advance_oldest()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+        # A step that is captured next may not wait for events of this one.
+        self._done.clear()
 
     def drop(self) -> None:
         """Forgets what is under way, after a failure."""

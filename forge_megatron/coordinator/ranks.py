@@ -24,6 +24,10 @@ from forge_megatron.coordinator.pipeline import Work
 _GRACE = 5.0
 
 
+class Disagreement(ValueError):
+    """The ranks do not do the same; raised on every one of them."""
+
+
 class Ranks:
     """The members of a data-parallel group, which are one instance or several of equal size.
 
@@ -161,7 +165,7 @@ class Ranks:
         """Compares ``facts`` over the ranks.
 
         Raises:
-            ValueError: on every rank, naming the first fact that differs and the ranks' values.
+            Disagreement: on every rank, naming the first fact that differs and the ranks' values.
         """
         everywhere: list = [None] * len(self.members)
         self._collective(what, lambda: dist.all_gather_object(everywhere, facts, group=self._hosts))
@@ -169,7 +173,7 @@ class Ranks:
             values = list(map(repr, _where_they_differ([theirs.get(key) for theirs in everywhere])))
             if len(set(values)) > 1:
                 told = "; ".join(f"rank {r}: {v}" for r, v in zip(self.members, values, strict=True))
-                raise ValueError(f"{what}: {key}: different on the ranks ({told}); give every rank the same")
+                raise Disagreement(f"{what}: {key}: different on the ranks ({told}); give every rank the same")
 
     def agree(self, what: str, facts: dict[str, object], marks: Tensor | None = None) -> None:
         """Takes the largest of every rank's ``marks`` (uint8, in place), if their ``facts`` are equal.

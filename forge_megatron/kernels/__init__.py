@@ -12,9 +12,10 @@ from .shard import is_sharded, local, origin_of, placed_as, shard_like
 from .slot import Segment, Slot, without_norm
 from .softmax import Normaliser, logit_gradient
 from .staged import stacks
-from .uploads import reserved, table_bytes, write_table
+from .uploads import TABLE_BYTES_OF_A_PIECE, reserved, table_bytes, upload, write_table
 
 __all__ = [
+    "TABLE_BYTES_OF_A_PIECE",
     "FormedRows",
     "GroupedRows",
     "LateNorms",
@@ -37,6 +38,7 @@ __all__ = [
     "stacks",
     "step",
     "table_bytes",
+    "upload",
     "wgrad",
     "wgrad_accumulate",
     "wgrad_norm_sq",

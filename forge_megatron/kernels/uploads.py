@@ -17,6 +17,9 @@ from torch import Tensor
 ALIGNMENT = 256
 ROW_BYTES = 1024
 
+#: What another part of a weight that has launches of its own adds, twice: where norms come first, in the step too.
+TABLE_BYTES_OF_A_PIECE = 2 * (ROW_BYTES + 4 * ALIGNMENT)
+
 #: Fewest elements of a weight that one program of a step takes, for each of which a table has an int32.
 FEWEST_ELEMENTS = 2048
 

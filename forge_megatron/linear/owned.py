@@ -113,7 +113,7 @@ class OwnedWeight:
         updated: it has been stepped in this window.
         uncounted: it has, and ``step`` does not say so yet; the end of the backward makes it.
         micro_batches: of this window, that its gradient is the sum of so far.
-        last_window: of the last window that had any.
+        last_window: of the last window that had any; before the first, how many are expected of it.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
     """

@@ -263,6 +263,7 @@ def _forge(
     if stores_codes(options.recipe) and store_as_codes(model_chunks, owned, _LINEARS):
         forge.register()
     for weight in owned:
-        forge.own(weight, layout.names[weight])
+        # As in every later window, so that a run that is resumed adds up in the same order.
+        forge.own(weight, layout.names[weight]).last_window = facts.num_microbatches
     forge.synchronize()
     return forge

@@ -12,7 +12,7 @@ from torch import Tensor
 from forge_megatron.kernels import FormedRows, Normaliser, logit_gradient
 
 #: Logits that exist at once, in fp32.
-BLOCK_LOGITS = 1 << 25
+BLOCK_LOGITS = 1 << 23
 
 
 @dataclass(frozen=True)

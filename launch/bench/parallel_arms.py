@@ -84,6 +84,7 @@ ARMS: dict[str, Arm] = {
     "ddp-fused": _over_ranks(_ddp(_fused), "ddp-fused", bucketed=True),
     "ddp-bitsandbytes": _over_ranks(_ddp(_bitsandbytes), "ddp-bitsandbytes", bound=None, package="bitsandbytes"),
     "forge-dp": _over_ranks(_forge(), "ddp-fused", bucketed=True),
+    "forge-dp-captured": _over_ranks(_forge(), "ddp-fused", bucketed=True, captured=True),
     "forge-dp-int8": _over_ranks(_forge(**_INT8), "ddp-bitsandbytes", bound=None),
     "forge-dp-sr": _over_ranks(_forge(**_SR), "ddp-fused", bound=None),
     "forge-dp-master": _over_ranks(_forge(**_MASTER), "ddp-fused"),

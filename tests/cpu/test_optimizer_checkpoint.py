@@ -366,3 +366,27 @@ def test_a_tied_weight_is_one_entry_and_an_untied_one_two():  # field log row 37
     assert len(saved["state"]) == 2
     assert saved["param_groups"][0]["param_names"] == ["embedding.weight", "head.weight"]
     assert all(state["exp_avg"].abs().sum() > 0 for state in saved["state"].values())
+
+
+def test_a_resumed_run_adds_up_its_micro_batches_in_the_same_order():
+    """Two micro-batches take more than their sum, which the first becomes if the window before has shown that."""
+
+    def window(model, optimizer, number):
+        model(batch(3, 8, seed=2 * number)).square().mean().backward()
+        summed = next(iter(optimizer.owned.values())).factors.accumulator is not None
+        model(batch(3, 8, seed=2 * number + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return summed
+
+    model = mlp(8, 8, bias=False)
+    optimizer = forge.attach(model, lr=1e-2, accumulation_steps=None)
+    assert not window(model, optimizer, 0)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert window(model, optimizer, 1)
+    resumed = mlp(8, 8, bias=False)
+    resumed.load_state_dict(saved[0])
+    restored = forge.attach(resumed, lr=1e-2, accumulation_steps=None)
+    restored.load_state_dict(saved[1])
+    assert window(resumed, restored, 1)
+    expect_bit_equal(snapshot(model, optimizer), snapshot(resumed, restored))
