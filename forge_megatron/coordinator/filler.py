@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor
 
-from forge_megatron.coordinator.bucket import Bucket, Piece
+from forge_megatron.coordinator.bucket import Bucket, Piece, Place
 from forge_megatron.coordinator.gathered import copy
 from forge_megatron.coordinator.gradients import LocalGradient, StoredGradient
 from forge_megatron.coordinator.pipeline import Pipeline, Route
@@ -38,7 +38,10 @@ class Filler:
         self._gradient = gradient
         self._written = written
         self._bucket = self._piece = self._passed = 0
+        # The bucket that is being filled: its memory, as its elements, and where each piece lies.
         self._buffer: Tensor | None = None
+        self._elements: Tensor | None = None
+        self._places: Sequence[Place] = ()
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -81,10 +84,11 @@ class Filler:
                 return
             if self._buffer is None:
                 self._buffer = pipeline.take()
+                self._elements = bucket.elements(self._buffer, self._parts, bucket.dtype)
+                self._places = bucket.places(self._elements, self._parts)
             if in_hand is None:
                 in_hand = self._gradient(piece.param) if piece.param in ready else StoredGradient(None)
-            elements = bucket.elements(self._buffer, self._parts, bucket.dtype)
-            place = bucket.places(elements, self._parts)[self._piece]
+            place = self._places[self._piece]
             for rows, there in place.rows:
                 in_hand.write(rows, there, self._copies)
             for there in place.spare:
@@ -99,5 +103,5 @@ class Filler:
                 self._bucket, self._piece = self._bucket + 1, 0
                 copy(self._copies)
                 self._copies.clear()
-                bucket.mark(elements, [other.param in ready for other in bucket.pieces])
+                bucket.mark(self._elements, [other.param in ready for other in bucket.pieces])
                 pipeline.launch(route(bucket, buffer), buffer)

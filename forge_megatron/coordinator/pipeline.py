@@ -55,7 +55,8 @@ class Pipeline:
     def take(self) -> Tensor:
         """A buffer whose last bucket is done, uint8."""
         while not self._free:
-            self._advance_oldest()
+            with self._lane():
+                self._advance_oldest()
         buffer = self._free.popleft()
         event = self._done.pop(buffer, None)
         if event is not None:
@@ -67,13 +68,14 @@ class Pipeline:
         older = len(self._flying)
         with self._lane(follow=True):
             self._resume(route, buffer)
-        for _ in range(older):
-            self._advance_oldest()
+            for _ in range(older):
+                self._advance_oldest()
 
     def drain(self) -> None:
         """Ends every route; the current stream then sees what they wrote."""
-        while self._flying:
-            self._advance_oldest()
+        with self._lane():
+            while self._flying:
+                self._advance_oldest()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         # A step that is captured next may not wait for events of this one.
@@ -87,9 +89,8 @@ class Pipeline:
 
     def _advance_oldest(self) -> None:
         route, work, buffer = self._flying.popleft()
-        with self._lane():
-            self._wait(work)
-            self._resume(route, buffer)
+        self._wait(work)
+        self._resume(route, buffer)
 
     def _resume(self, route: Route, buffer: Tensor) -> None:
         work = next(route, None)
