@@ -145,19 +145,12 @@ def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:
 def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
     stages = batch[0].rule.stages
     if stages.transform is None:
-        return [_direct(slot, u) for slot, u in zip(batch, stack, strict=True)]
+        pairs = zip(batch, stack, strict=True)
+        return [stages.direct(u, slot.statistics, slot.scalars.unbind(), slot.whole) for slot, u in pairs]
     # A single matrix takes the kernels of a single matrix, whose sums have torch.optim's order.
     if len(batch) == 1:
         return [batch[0].whole.transform(stack[0], stages.transform, stages.reads)]
     return list(batch[0].whole.transform(stack, stages.transform, stages.reads))
-
-
-def _direct(slot: Slot, u: Tensor) -> Tensor:
-    stages = slot.rule.stages
-    epilogue = replace(slot, rule=stages.epilogue, **_states(slot, stages.epilogue))
-    stored = zip(epilogue.codes(), epilogue.states, epilogue.scales or [None] * len(epilogue.states), strict=True)
-    states = tuple(code.load(state, scale) for code, state, scale in stored)
-    return stages.direct(u, slot.stepped(), states, slot.statistics, slot.scalars.unbind(), slot.whole)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def step_then_decay(u, w, states, h):
     return (w - step_size * u) * decay, states
 
 
-def direct(u, w, states, statistics, h, whole):
+def direct(u, statistics, h, whole):
     (r,) = whole.sums((u, ()))
     n, moments = bind(direction, torch_language)(r, None, statistics, h[: ADAM.n_scalars])
     return whole.part(n.mul_(settle(statistics, moments, moments[1].sum())))

@@ -110,10 +110,9 @@ class Stages:
         given: ``statistics -> factors`` that the first measure reads already.
         transform: ``[..., O, I] -> [..., O, I]``, fp32, of the scratch alone: equal shapes are stacked.
         reads: what ``transform`` rounds the scratch to before anything else.
-        direct: ``(u, w, states, statistics, h, whole) -> direction``, fp32, where the matrix stage reads more: the
-            scratch, the weight or its master as it is stored, the epilogue's states in fp32, the statistics,
-            which it updates in place, all scalars as 0-dim tensors, and the weight of which ``u``, ``w`` and the
-            states may be a part. It may write to ``u``.
+        direct: ``(u, statistics, h, whole) -> direction``, fp32, where the matrix stage reads more than the scratch:
+            the scratch, to which it may write, the statistics, which it updates in place, all scalars as 0-dim
+            tensors, and the weight of which ``u`` may be a part.
         projection: how matrices are stepped instead, from a projection of the gradient.
     """
 

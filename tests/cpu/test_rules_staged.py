@@ -78,7 +78,7 @@ from forge_megatron.rules import Rule, Stages, register
 from forge_megatron.rules.stages import STEP_DECAYED, STORE_GRADIENT
 
 
-def direct(u, w, states, statistics, h, whole):
+def direct(u, statistics, h, whole):
     return u.div_(*whole.norms(u))
 
 

@@ -94,7 +94,7 @@ def spectral(u: Tensor, steps: int) -> Tensor:
 
 @functools.cache
 def stages(norm_type: str, steps: int) -> Stages:
-    def direct(u, w, states, statistics, h, whole):
+    def direct(u, statistics, h, whole):
         return steepest(u, norm_type, steps, whole)
 
     return Stages(Stage("scion", ("d",), 2, update, on_scratch=True), STEP_DECAYED, direct=direct)
