@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forge_megatron import kernels
-from forge_megatron.coordinator import OrdinaryGradients, Pending, PendingSums, extent
+from forge_megatron.coordinator import FullySharded, OrdinaryGradients, Pending, PendingSums, extent
 from forge_megatron.groups import formats_of, rule_of
 from forge_megatron.reports import Reports
 from forge_megatron.rules import Rule
@@ -25,6 +25,7 @@ class AcrossRanks(Reports):
     _group_of: Mapping[Tensor, dict]
     _wholes: Mapping[Tensor, Whole]
     _gradients: OrdinaryGradients
+    _shards: FullySharded
     _synchronized: bool = False
 
     def admit(self, p: Tensor) -> None:
@@ -69,6 +70,8 @@ class AcrossRanks(Reports):
     def synchronize(self, tensors: Sequence[Tensor] = (), what: str = "attach(process_group=...)") -> None:
         """Compares the ranks of ``process_group`` and gives all of them the first rank's ``tensors``.
 
+        Ranks that have shards of one model are compared too; what they hold is theirs.
+
         Args:
             tensors: none where somebody else gives them.
             what: that every rank does.
@@ -76,17 +79,24 @@ class AcrossRanks(Reports):
         Raises:
             ValueError: the ranks' models or options differ, by name; nothing has changed then.
         """
+        # Marks, buckets and norms name a parameter by its place alone.
+        layout = [(name, tuple(p.shape), str(p.dtype)) for p, name in self.names.items()]
+        facts = {
+            "rules": [rule_of(group, self.rule).name for group in self.param_groups],
+            "formats": [{**self._formats, **formats_of(group)} for group in self.param_groups],
+            "members": [len(group["params"]) for group in self.param_groups],
+            "options": replace(self._plan, process_group=None, shard_group=None),
+            "backend": self.backend,
+            "seed": self.random.seed,
+            "number of parameters": len(layout),
+            "parameters in order": layout,
+        }
         if self._sums is not None:
-            facts = {
-                "rules": [rule_of(group, self.rule).name for group in self.param_groups],
-                "formats": [{**self._formats, **formats_of(group)} for group in self.param_groups],
-                "members": [len(group["params"]) for group in self.param_groups],
-                "options": replace(self._plan, process_group=None, shard_group=None),
-                "backend": self.backend,
-                "seed": self.random.seed,
-            }
             self._sums.start(what, facts, tensors)
             self._synchronized = True
+        else:
+            hyperparameters = self._parameters.hyperparameters()
+            self._shards.compare("attach(...)", {**facts, "hyperparameters": hyperparameters})
 
     def enter_wrapper(self, wrapper: DistributedDataParallel) -> None:
         if self._sums is None:

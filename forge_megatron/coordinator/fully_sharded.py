@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from forge_megatron import kernels
-from forge_megatron.coordinator.shards import ShardGroup, expect_managed, expect_reduced, forget_backward
+from forge_megatron.coordinator.shards import (
+    ShardGroup,
+    compare_over_ranks,
+    expect_managed,
+    expect_reduced,
+    forget_backward,
+)
 from forge_megatron.kernels import local
 from forge_megatron.linear.half_steps import (
     failed_after_updates,
@@ -107,6 +113,10 @@ class FullySharded:
         """What the table of coverage says of each sharded parameter."""
         how = "its reduced shard waits for step()" if self._waits else "stepped where its reduced shard arrives"
         return dict.fromkeys(self.group_of, f"sharded: {how}")
+
+    def compare(self, what: str, facts: dict[str, object]) -> None:
+        """Raises ``ValueError`` where ranks with shards of one model do ``what`` and differ in ``facts``."""
+        compare_over_ranks(what, self._groups, facts)
 
     def expect_managed(self, p: Tensor) -> None:
         """Raises for a parameter that becomes trainable beside sharded ones, and whose gradient nobody reduces."""

@@ -51,7 +51,7 @@ class Members:
 
         Args:
             what: that every rank does at this point.
-            facts: that must be equal; beside them, the parameters in their order are.
+            facts: that must be equal, the parameters in their order among them.
             tensors: whose values the ranks get.
 
         Raises:
@@ -62,10 +62,7 @@ class Members:
         devices = {p.device for p in names}
         if len(devices) > 1:
             raise NotImplementedError(f"process_group= with parameters on {devices}: move the model to one device")
-        # Marks and buckets name a parameter by its place alone.
-        layout = [(name, tuple(p.shape), str(p.dtype)) for p, name in names.items()]
-        mine = {"number of parameters": len(layout), "parameters in order": layout}
-        self.ranks.agree(what, {**facts, **mine, "buckets": self.options})
+        self.ranks.agree(what, {**facts, "buckets": self.options})
         self.ranks.room = room(names)
         self.ranks.broadcast(tensors)
 

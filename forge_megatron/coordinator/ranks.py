@@ -17,15 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_megatron.coordinator.alike import expect_alike
 from forge_megatron.coordinator.groups import own_group
 from forge_megatron.coordinator.pipeline import Work
 
 #: Seconds that a rank which has waited in vain gives the others to say that they have, too.
 _GRACE = 5.0
-
-
-class Disagreement(ValueError):
-    """The ranks do not do the same; raised on every one of them."""
 
 
 class Ranks:
@@ -169,11 +166,7 @@ class Ranks:
         """
         everywhere: list = [None] * len(self.members)
         self._collective(what, lambda: dist.all_gather_object(everywhere, facts, group=self._hosts))
-        for key in facts:
-            values = list(map(repr, _where_they_differ([theirs.get(key) for theirs in everywhere])))
-            if len(set(values)) > 1:
-                told = "; ".join(f"rank {r}: {v}" for r, v in zip(self.members, values, strict=True))
-                raise Disagreement(f"{what}: {key}: different on the ranks ({told}); give every rank the same")
+        expect_alike(what, everywhere, self.members)
 
     def agree(self, what: str, facts: dict[str, object], marks: Tensor | None = None) -> None:
         """Takes the largest of every rank's ``marks`` (uint8, in place), if their ``facts`` are equal.
@@ -229,16 +222,6 @@ class Ranks:
             "data has ended an empty batch or stop all of them together, and look for an error on the silent rank"
         )
         raise RuntimeError(self._failed) from error
-
-
-def _where_they_differ(values: list) -> list:
-    """Of lists of one length, the first elements that are not equal; anything else as it is."""
-    while all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1:
-        differing = [each for each in zip(*values, strict=True) if len(set(map(repr, each))) > 1]
-        if not differing:
-            break
-        values = list(differing[0])
-    return values
 
 
 def _in_order(terms: Tensor) -> Tensor:

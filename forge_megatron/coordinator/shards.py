@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_megatron.coordinator.alike import expect_alike
 from forge_megatron.coordinator.parts import Part
 from forge_megatron.kernels import is_sharded, local
 
@@ -75,6 +76,25 @@ def find_shards(model: nn.Module, names: Mapping[Tensor, str]) -> list[ShardGrou
         if p in managed:
             _expect_sharded_on_its_device(name, p)
     return groups
+
+
+def compare_over_ranks(what: str, groups: Iterable[ShardGroup], facts: dict[str, object]) -> None:
+    """A collective of all ranks that have shards of the same parameters, or replicas of shards.
+
+    Args:
+        what: the ranks do.
+        groups: from :func:`find_shards`.
+        facts: what must be equal on all of them.
+
+    Raises:
+        ValueError: names the first that is not.
+    """
+    meshes = {p.device_mesh: None for group in groups for p in group.padded}
+    over = {mesh.get_group(dim): None for mesh in meshes for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    for ranks in over:
+        everywhere: list = [None] * ranks.size()
+        dist.all_gather_object(everywhere, facts, group=ranks)
+        expect_alike(what, everywhere, dist.get_process_group_ranks(ranks))
 
 
 def expect_reduced(groups: Iterable[ShardGroup], labels: Mapping[Tensor, str]) -> None:

@@ -7,8 +7,8 @@ from enum import IntEnum
 import torch
 
 from forge_megatron import kernels
+from forge_megatron.coordinator.alike import Disagreement
 from forge_megatron.coordinator.partial import PartialSums
-from forge_megatron.coordinator.ranks import Disagreement
 
 
 class Stage(IntEnum):

@@ -1,4 +1,4 @@
-"""What must be the same on every rank of ``process_group=``: refused on all of them before anything has changed."""
+"""What must be equal on all ranks of ``process_group=`` or ``fully_shard``, refused before anything has changed."""
 
 import copy
 import time
@@ -10,6 +10,7 @@ from torch import nn
 
 import forge_megatron as forge
 from tests.distributed.ranks import Workers
+from tests.distributed.sharded_nets import Net, shard
 from tests.distributed.twins import Model, expect_equal_replicas, ids, loss, weights
 
 workers = Workers()
@@ -174,6 +175,26 @@ def whole_states_that_one_rank_has():
     optimizer = attach(model, sharding="states")
     with differs("parameters with states"):
         optimizer.state_dict(full=True)
+
+
+@workers
+def options_under_fully_shard():  # field log row 148
+    """Shards that are stepped by other rules, or of which some ranks wait for a norm."""
+    one = dist.get_rank() == 1
+    for what, rule, options in (
+        ("rules", "lion" if one else "adamw", {}),
+        ("options", "adamw", {"clip_grad_norm": 1.0 if one else None}),
+        ("formats", "adamw", {"recipe": "fp32-master" if one else None}),
+        ("seed", "adamw", {"seed": int(one)}),
+        ("hyperparameters", "adamw", {"lr": 1e-2 * (1 + one)}),
+    ):
+        net = shard(Net())
+        with differs(what):
+            forge.attach(net, rule, **{"lr": 1e-2, **options})
+    net = shard(Net())
+    params = list(net.parameters())
+    with differs("parameters in order"):
+        forge.attach(net, "adamw", params=params[::-1] if one else params, lr=1e-2)
 
 
 @workers
