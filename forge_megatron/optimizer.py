@@ -325,6 +325,9 @@ class ForgeOptimizer(Tunable):
     def state_dict(self, *, full: bool = False) -> dict:
         """As ``torch.optim``'s (its class of the same rule loads it), with the rule and the formats beside it.
 
+        States of 8 bits are codes, which torch would take for numbers: an optimizer with fp32 states loads them with
+        ``convert=True``, and torch then its ``state_dict()``.
+
         Args:
             full: gather the states under ``sharding="states"``, on every rank of the group, which must all call it.
                 Otherwise this rank's rows are saved, which the same rank of as many loads.

@@ -90,7 +90,7 @@ def new_state(
     if state_format.is_scaled and shapes and not rule.states:
         raise NotImplementedError(
             f"{label}: {rule.name} keeps {', '.join(shapes)} and no state of the weight's shape; they are always fp32, "
-            f"and state_format={state_format.name!r} would change nothing; leave it out for this group"
+            f"and state_format={state_format.name!r} would change nothing; give its group state_format='fp32'"
         )
     stored = format_for(p, state_format, label)
     for name in rule.states:
