@@ -100,18 +100,30 @@ def test_states_in_bf16_are_roundings(name):
         assert torch.equal(half, state.bfloat16())
 
 
-@pytest.mark.parametrize(("value", "backend"), [(math.nan, "reference"), (math.inf, "reference"), (math.nan, "triton")])
-@pytest.mark.parametrize("name", RULES)
-def test_a_gradient_that_is_not_finite_leaves_the_whole_matrix_alone(name, value, backend):
+NOT_FINITE = [(math.nan, None), (math.inf, None), (math.inf, 0.0)]
+#: A finite gradient whose square is none, which these rules measure.
+MEASURED = ("adafactor", "adalomo", "adam_mini", "lars", "sm3")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "clipped", "backend"),
+    [
+        *((name, value, clipped, "reference") for name in RULES for value, clipped in NOT_FINITE),
+        *((name, math.nan, None, "triton") for name in RULES),
+        *((name, 1e25, None, "reference") for name in MEASURED),
+    ],
+)
+def test_a_gradient_that_is_not_finite_leaves_the_whole_matrix_alone(name, value, clipped, backend):
     """What is a function of its own coordinate alone is left alone there alone: a momentum, a sign.
 
-    In the step in which projections would be refreshed.
+    In the step in which projections would be refreshed, and with the coefficient that such a norm has.
     """
     slot = make(name, (18, 13), taken=200)
     before = copies(slot)
     grad = torch.ones(18, 13)
     grad[4, 5] = value
-    wgrad_step(slot, [], accumulator=grad, backend=backend)
+    multiplier = None if clipped is None else torch.tensor(clipped)
+    wgrad_step(slot, [], accumulator=grad, multiplier=multiplier, backend=backend)
     assert torch.equal(slot.weight, before[0])
     for statistic, old in zip(slot.statistics, before[1 + len(slot.states) :], strict=True):
         assert torch.equal(statistic, old)
