@@ -174,6 +174,22 @@ def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6, base_momentum=0.6, max_momentum=0.9)
 
 
+def test_weights_of_one_count_have_each_its_own_product_of_momenta():
+    """NAdam, with betas on a schedule, where two weights of a group are stepped in different windows."""
+    params, twins = ([torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
+    optimizer = forge.ForgeOptimizer(params, "nadam", lr=0.1)
+    oracle = torch.optim.NAdam(twins, lr=0.1)
+    for beta, stepped in ((0.9, [0]), (0.5, [1]), (0.7, [0, 1])):
+        for each, weights in ((optimizer, params), (oracle, twins)):
+            each.param_groups[0]["betas"] = (beta, 0.999)
+            for index in stepped:
+                weights[index].grad = torch.tensor([1.0, -2.0, 3.0])
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=0.0)
+    assert optimizer.state[params[0]]["mu_product"] != optimizer.state[params[1]]["mu_product"]
+
+
 WITHOUT_MOMENTUM = ("sgd", "adagrad", "rmsprop", "rmsprop-centered")
 
 

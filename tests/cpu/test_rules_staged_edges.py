@@ -98,7 +98,7 @@ class Copied:
         scalars=lambda group, step: (1.0, float(group["lr"])),
         stages_for=lambda group: Copied.STAGES,
     )
-    STAGES = Stages(STORE_GRADIENT, STEP_DECAYED, direct=lambda u, w, states, statistics, h, whole: u)
+    STAGES = Stages(STORE_GRADIENT, STEP_DECAYED, direct=lambda u, statistics, h, whole: u)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
