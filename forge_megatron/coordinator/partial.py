@@ -230,6 +230,12 @@ class PartialSums(Members):
         lengths = [b.length * self.parts // self.ranks.size * b.dtype.itemsize for b in self._cut(params)]
         return nbytes * count + (sum(lengths) if sums else 0)
 
+    def mean(self) -> Tensor | None:
+        """What every sum is multiplied by in its step, 0-dim fp32; None: nothing."""
+        if self._mean is None and self._scale != 1.0:
+            self._mean = torch.full((), self._scale, dtype=torch.float32, device=self.device)
+        return self._mean
+
     def step_pieces(
         self, bucket: Bucket, stretch: Tensor, rank: int, multiplier: Tensor | None, *, with_norms: bool = True
     ) -> None:
@@ -238,10 +244,8 @@ class PartialSums(Members):
         Args:
             multiplier: of every gradient, 0-dim; or of each parameter's, in the order of the optimizer's.
         """
-        if self._scale != 1.0:
-            if self._mean is None:
-                self._mean = torch.full((), self._scale, dtype=torch.float32, device=self.device)
-            multiplier = self._mean if multiplier is None else multiplier * self._mean
+        if (mean := self.mean()) is not None:
+            multiplier = mean if multiplier is None else multiplier * mean
         slots, grads = [], []
         each = None
         if multiplier is not None and multiplier.dim() == 1:
