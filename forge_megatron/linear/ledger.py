@@ -152,6 +152,12 @@ class Ledger:
     def close_window(self) -> None:
         """After ``step()``."""
         for owned in self.owned:
+            owned.last_window = owned.micro_batches or owned.last_window
+        self._forget_window()
+
+    def _forget_window(self) -> None:
+        """One that is discarded was broken off, and says nothing of the length of the next."""
+        for owned in self.owned:
             owned.clear()
         self._tasks.clear()
 
@@ -161,7 +167,7 @@ class Ledger:
         stepped = next((owned for owned in self.owned if owned.updated), None)
         if stepped is None and not self._half_stepped:
             self._broken = None
-            self.close_window()
+            self._forget_window()
         elif self._broken is None:
             raise RuntimeError(zeroed_after_updates(stepped.name))
 
@@ -185,7 +191,7 @@ class Ledger:
         """After ``load_state_dict``: whatever a failed backward did is gone."""
         self._broken = None
         self._half_stepped = False
-        self.close_window()
+        self._forget_window()
 
     # ---- what a linear's forward and backward call
 

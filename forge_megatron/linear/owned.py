@@ -113,7 +113,7 @@ class OwnedWeight:
         updated: it has been stepped in this window.
         uncounted: it has, and ``step`` does not say so yet; the end of the backward makes it.
         micro_batches: of this window, that its gradient is the sum of so far.
-        last_window: of the last window that had any; before the first, how many are expected of it.
+        last_window: of the last window that had any and was stepped; before the first, how many are expected of it.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
     """
@@ -149,7 +149,6 @@ class OwnedWeight:
         """Forgets the window: kept factors, and what was decided. Uses live as long as their graphs."""
         self.factors.clear()
         self.waits = self.updated = self.uncounted = False
-        self.last_window = self.micro_batches or self.last_window
         self.micro_batches = 0
         self.updated_version: int | None = None
 

@@ -198,3 +198,25 @@ def test_a_failed_backward_names_a_sum_that_it_had_added_to():
     ):
         optimizer.step()
     assert optimizer.rollback()
+
+
+@pytest.mark.parametrize("discard", ["rollback", "zero_grad", "load_state_dict"])
+def test_a_discarded_window_does_not_say_how_long_the_next_is(discard):
+    """Two micro-batches take more than their sum, which the first becomes if the window before has shown that."""
+
+    def window(model, optimizer):
+        summed = []
+        for seed in range(2):
+            model(batch(3, 8, seed=seed)).square().mean().backward()
+            summed += [next(iter(optimizer.owned.values())).factors.accumulator is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        return summed
+
+    model = mlp(8, 8, bias=False)
+    optimizer = forge.attach(model, lr=1e-2, accumulation_steps=None)
+    assert window(model, optimizer) == [False, True]
+    saved = copy.deepcopy(optimizer.state_dict())
+    model(batch(3, 8)).square().mean().backward()
+    getattr(optimizer, discard)(*([saved] if discard == "load_state_dict" else []))
+    assert window(model, optimizer) == [True, True]
