@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class Part(Whole):
         stretches: of each rank, in the order in which its shard has them; together they are the whole dimension.
         rank: this process's, in the group.
         group: the ranks that have the weight's shards.
+        guarded: what each of its collectives runs in, which may say more of one that fails.
     """
 
     whole: torch.Size
@@ -33,6 +35,7 @@ class Part(Whole):
     stretches: tuple[tuple[Stretch, ...], ...]
     rank: int
     group: dist.ProcessGroup
+    guarded: Callable[[], AbstractContextManager] = field(default=nullcontext, compare=False)
 
     def __post_init__(self):
         covered = sorted(stretch for each in self.stretches for stretch in each if stretch[0] < stretch[1])
@@ -45,7 +48,8 @@ class Part(Whole):
 
     def norms(self, *tensors: Tensor) -> Sequence[Tensor]:
         squares = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float32).double() for x in tensors]).square_()
-        dist.all_reduce(squares, group=self.group)
+        with self.guarded():
+            dist.all_reduce(squares, group=self.group)
         return squares.sqrt_().float().unbind()
 
     def sums(self, *reduced: Reduced) -> Sequence[Tensor]:
@@ -72,7 +76,8 @@ class Part(Whole):
                 view.copy_(x)
             else:
                 self._place(view, x, self.rank, self.dim)
-        dist.all_reduce(everything, op=op, group=self.group)
+        with self.guarded():
+            dist.all_reduce(everything, op=op, group=self.group)
         return views
 
     def _is_reduced(self, dims: tuple[int, ...]) -> bool:
@@ -113,7 +118,8 @@ class Part(Whole):
             sent = part.new_zeros(self._with_extent(part, max(extents)))
             sent.narrow(dim, 0, part.shape[dim]).copy_(part)
         parts = part.new_empty(len(extents), *sent.shape)
-        dist.all_gather_into_tensor(parts.view(-1), sent.contiguous().view(-1), group=self.group)
+        with self.guarded():
+            dist.all_gather_into_tensor(parts.view(-1), sent.contiguous().view(-1), group=self.group)
         whole = part.new_empty(self._with_extent(part, self.whole[self.dim]))
         for rank, each in enumerate(parts):
             self._place(whole, each, rank, dim)

@@ -11,6 +11,7 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -101,6 +102,14 @@ class Ranks:
             work.wait(self._limit)
         except RuntimeError as error:
             self._missing("a bucket of gradients", error)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around a collective that the host waits for by itself: an error names the ranks that did not take part."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._missing("what a rule reads of a whole weight", error)
 
     def all_reduce(self, buffer: Tensor) -> Iterator[Work]:
         """Sums ``buffer`` (a multiple of ``size`` elements where sums are deterministic), in place."""

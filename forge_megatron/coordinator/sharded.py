@@ -43,7 +43,14 @@ class ShardedStates(PartialSums):
 
     def whole(self, p: Tensor, of: Whole) -> Whole:
         stretches = ((rows.start, rows.stop) for rows in (part_rows(p, self.parts, rank) for rank in range(self.parts)))
-        part = Part(p.shape, 0, tuple((stretch,) for stretch in stretches), self.ranks.rank, self.ranks.group)
+        part = Part(
+            p.shape,
+            0,
+            tuple((stretch,) for stretch in stretches),
+            self.ranks.rank,
+            self.ranks.group,
+            self.ranks.guarded,
+        )
         return part if of is WHOLE else PartOfPart(of, part)
 
     def expect_storable(self, label: str, rule: Rule, shape: torch.Size) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import forge_megatron as forge
 from tests.distributed.ranks import Workers
 from tests.distributed.sharded_nets import Net, shard
+from tests.distributed.test_data_parallel_windows import Fails
 from tests.distributed.twins import Model, expect_equal_replicas, ids, loss, weights
 
 workers = Workers()
@@ -218,16 +219,29 @@ def values_of_any_layout():
 
 @workers
 def a_rank_that_stops_where_shards_are_summed():
-    """No later than the time that the options give, whatever the collective."""
-    model = Model()
-    optimizer = attach(model, sharding="states", buckets=forge.Buckets(timeout=2))
-    step(model, optimizer)
-    start = time.monotonic()
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"within 2 s; without a sign: rank 1\."):
-            step(model, optimizer, 1)
-        assert time.monotonic() - start < 9
-    dist.barrier()
+    """No later than the time that the options give, whatever the collective; a rule's own is between two buckets."""
+    for rule in ("adamw", "lamb"):
+        torch.manual_seed(0)
+        first, *others = (nn.Linear(4, 4, bias=False) for _ in range(5))
+        options = {"sharding": "states", "buckets": forge.Buckets(timeout=2, nbytes=64)}
+        optimizer = forge.attach(
+            nn.ModuleList([first, *others]), rule, **ADAMW, process_group=dist.group.WORLD, **options
+        )
+        hidden = first(torch.ones(2, 4))
+        if dist.get_rank() == 1:
+            hidden = Fails.apply(hidden)
+        for layer in others:
+            hidden = layer(hidden)
+        start = time.monotonic()
+        if dist.get_rank() == 1:
+            with pytest.raises(ArithmeticError):
+                hidden.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match=r"within 2 s; without a sign: rank 1\."):
+                hidden.sum().backward()
+            assert time.monotonic() - start < 9
+        dist.barrier()
+        del optimizer
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in workers.functions])
