@@ -26,6 +26,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
+        kernels.leave_out(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager

@@ -35,10 +35,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """A table that prints itself; ``rows`` for programs."""
+    """A table that prints itself; ``rows`` for programs.
+
+    Attributes:
+        bucket_bytes: of the buckets in which gradients are summed over ranks.
+        replay_bytes: device memory of the CUDA graphs of matrix stages, those of other optimizers included.
+    """
 
     rows: list[Row]
     bucket_bytes: int = 0
+    replay_bytes: int = 0
 
     @property
     def fused_parameters(self) -> int:
@@ -68,6 +74,8 @@ class Coverage:
         lines.append(f"{self.fused_parameters:,} of {total:,} parameters fused, {self.state_bytes:,} bytes of state")
         if self.bucket_bytes:
             lines.append(f"{self.bucket_bytes:,} bytes of buckets")
+        if self.replay_bytes:
+            lines.append(f"{self.replay_bytes:,} bytes of CUDA graphs of matrix stages")
         return "\n".join(lines)
 
 
@@ -79,6 +87,7 @@ def cover(
     bucket_bytes: int = 0,
     backend: str = "auto",
     micro_batches: int = 1,
+    replay_bytes: int = 0,
 ) -> Coverage:
     """The table of an optimizer.
 
@@ -87,7 +96,7 @@ def cover(
         states: what exists of its states.
         owned: the weights that are fused unless something reads them without calling their module.
         reasons: why others are not.
-        bucket_bytes: see :class:`Coverage`.
+        bucket_bytes, replay_bytes: see :class:`Coverage`.
         backend: of the kernels.
         micro_batches: of a window whose last one is stepped in its backward.
     """
@@ -115,7 +124,7 @@ def cover(
         kernel = tuned.describe(owned[p].slot, backend) if fused and owned[p].slot is not None else ""
         waited = (owned[p].factors.waited_as, owned[p].factors.most_bytes) if p in owned else ("", 0)
         rows.append(Row(name, tuple(p.shape), fused, how, _bytes(states.get(p, {})), *waited, kernel))
-    return Coverage(rows, bucket_bytes)
+    return Coverage(rows, bucket_bytes, replay_bytes)
 
 
 #: How an owned weight is stepped, by the regime of its rule. A projection approximates the gradient.

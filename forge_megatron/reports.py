@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from forge_megatron.coordinator import PartialSums, Plan, Skip, Skips
 from forge_megatron.coverage import Coverage, cover
+from forge_megatron.kernels import replay_bytes
 from forge_megatron.linear import OwnedWeight
 from forge_megatron.parameters import Parameters
 
@@ -131,5 +132,12 @@ class Reports(torch.optim.Optimizer):
         bucket_bytes = 0 if self._sums is None else self._sums.held_bytes(sums=self._plan.keeps_sums)
         micro_batches = 1 if self._plan.waits else self._plan.micro_batches
         return cover(
-            self._parameters.labels, self.state, self.owned, self.reasons, bucket_bytes, self.backend, micro_batches
+            self._parameters.labels,
+            self.state,
+            self.owned,
+            self.reasons,
+            bucket_bytes,
+            self.backend,
+            micro_batches,
+            replay_bytes(self._parameters.slots.values()),
         )

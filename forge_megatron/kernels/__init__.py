@@ -8,6 +8,7 @@ from .entrance import without_autocast
 from .grouped_rows import GroupedRows
 from .lookups import is_lookup
 from .norms import LateNorms, settle
+from .replays import leave_out, replay_bytes
 from .shard import is_sharded, local, origin_of, placed_as, shard_like
 from .slot import Segment, Slot, without_norm
 from .softmax import Normaliser, logit_gradient
@@ -25,12 +26,14 @@ __all__ = [
     "choose",
     "is_lookup",
     "is_sharded",
+    "leave_out",
     "local",
     "logit_gradient",
     "measures_apart",
     "of_rows",
     "origin_of",
     "placed_as",
+    "replay_bytes",
     "reserved",
     "resolve_backend",
     "settle",

@@ -1,7 +1,7 @@
 """Steps of rules in stages: epilogue into a scratch, matrix stage on it, apply to the weight.
 
-A scratch lives for one call and holds one layer, or several small ones of no more elements than
-``STACK_ELEMENTS`` together: the caching allocator gives its memory to the next.
+A scratch holds one layer, or several small ones of no more elements than ``STACK_ELEMENTS`` together. It is the next
+one's too: the caching allocator gives it its memory, or it is the one on which CUDA graphs are replayed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..rules.stages import STORE_GRADIENT, Stage
-from ..rules.whole import WHOLE
+from ..rules.whole import WHOLE, Whole
 from . import fused, measured
+from .replays import replays_of
 from .slot import Segment, Slot
 
 #: Elements up to which the scratches of several weights exist at once, so that they share launches.
@@ -37,12 +38,12 @@ class Launch:
         if _measures_gradient(slot):
             measured.wgrad_step(slot, segments, accumulator, multiplier, self._backend)
             return
-        stack = _scratch([slot])
-        with _kept_epilogue(slot, stack[0]) as kept:
-            if self._epilogue is None:
-                self._epilogue = _launch(kept, segments, accumulator, multiplier, self._backend)
-            self._epilogue(kept, segments, accumulator, multiplier)
-        _finish([slot], stack, self._backend)
+        with _scratch([slot], self._backend) as (stack, whole):
+            with _kept_epilogue(slot, stack[0]) as kept:
+                if self._epilogue is None:
+                    self._epilogue = _launch(kept, segments, accumulator, multiplier, self._backend)
+                self._epilogue(kept, segments, accumulator, multiplier)
+            _finish([slot], stack, whole, self._backend)
 
 
 def wgrad_steps(
@@ -57,11 +58,11 @@ def wgrad_steps(
         for slot, *gradient in zip(slots, segments, accumulators, multipliers, strict=True):
             measured.wgrad_step(slot, *gradient, backend)
         return
-    stack = _scratch(slots)
-    for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
-        with _kept_epilogue(slot, u) as kept:
-            _launch(kept, *gradient, backend)(kept, *gradient)
-    _finish(slots, stack, backend)
+    with _scratch(slots, backend) as (stack, whole):
+        for slot, u, *gradient in zip(slots, stack, segments, accumulators, multipliers, strict=True):
+            with _kept_epilogue(slot, u) as kept:
+                _launch(kept, *gradient, backend)(kept, *gradient)
+        _finish(slots, stack, whole, backend)
 
 
 def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | None, backend: str) -> None:
@@ -72,10 +73,10 @@ def step(slots: Sequence[Slot], grads: Sequence[Tensor], multiplier: Tensor | No
             for slot, index in zip(batch, indices, strict=True):
                 measured.step(slot, grads[index], multiplier, backend)
             continue
-        stack = _scratch(batch)
-        epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
-        fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
-        _finish(batch, stack, backend)
+        with _scratch(batch, backend) as (stack, whole):
+            epilogues = [_epilogue(slot, u) for slot, u in zip(batch, stack, strict=True)]
+            fused.step(epilogues, [grads[index] for index in indices], multiplier, backend)
+            _finish(batch, stack, whole, backend)
 
 
 def _launch(
@@ -109,9 +110,17 @@ def stacks(slots: Sequence[Slot]) -> Iterator[list[int]]:
             yield indices
 
 
-def _scratch(batch: Sequence[Slot]) -> Tensor:
-    weight = batch[0].weight
-    return torch.empty((len(batch), *weight.shape), dtype=torch.float32, device=weight.device)
+@contextmanager
+def _scratch(batch: Sequence[Slot], backend: str) -> Iterator[tuple[Tensor, Whole]]:
+    """fp32, of all matrices, and the whole weight as their matrix stages see it."""
+    first = batch[0]
+    shape = (len(batch), *first.weight.shape)
+    replays = replays_of(batch, backend)
+    if replays is None:
+        yield torch.empty(shape, dtype=torch.float32, device=first.weight.device), first.whole
+        return
+    with replays.lock:
+        yield replays.scratch(shape), replays
 
 
 def _measures_gradient(slot: Slot) -> bool:
@@ -119,12 +128,12 @@ def _measures_gradient(slot: Slot) -> bool:
     return bool(slot.rule.stages.measures) and slot.rule.stages.epilogue is STORE_GRADIENT
 
 
-def _finish(batch: Sequence[Slot], stack: Tensor, backend: str) -> None:
+def _finish(batch: Sequence[Slot], stack: Tensor, whole: Whole, backend: str) -> None:
     if batch[0].rule.stages.measures:
         for slot, u in zip(batch, stack, strict=True):
             measured.finish(slot, u, backend)
-    elif stack.numel() or batch[0].whole is not WHOLE:
-        steps, directions = list(map(measured.applied, batch)), _directions(batch, stack)
+    elif stack.numel() or whole is not WHOLE:
+        steps, directions = list(map(measured.applied, batch)), _directions(batch, stack, whole)
         if len(batch) == 1:
             fused.dense_step(steps[0], directions[0], backend)
         else:
@@ -142,15 +151,15 @@ def _batches(slots: Sequence[Slot]) -> Iterator[list[int]]:
         yield from (indices[start : start + size] for start in range(0, len(indices), size))
 
 
-def _directions(batch: Sequence[Slot], stack: Tensor) -> list[Tensor]:
+def _directions(batch: Sequence[Slot], stack: Tensor, whole: Whole) -> list[Tensor]:
     stages = batch[0].rule.stages
     if stages.transform is None:
         pairs = zip(batch, stack, strict=True)
-        return [stages.direct(u, slot.statistics, slot.scalars.unbind(), slot.whole) for slot, u in pairs]
+        return [stages.direct(u, slot.statistics, slot.scalars.unbind(), whole) for slot, u in pairs]
     # A single matrix takes the kernels of a single matrix, whose sums have torch.optim's order.
     if len(batch) == 1:
-        return [batch[0].whole.transform(stack[0], stages.transform, stages.reads)]
-    return list(batch[0].whole.transform(stack, stages.transform, stages.reads))
+        return [whole.transform(stack[0], stages.transform, stages.reads)]
+    return list(whole.transform(stack, stages.transform, stages.reads))
 
 
 @contextmanager

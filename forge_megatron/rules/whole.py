@@ -51,7 +51,8 @@ class Whole:
 
         Args:
             u: fp32; leading dimensions are a batch. It may be written to.
-            function: may write to its argument, and return it.
+            function: of its argument alone, to which it may write, and return it. One object wherever it does the
+                same, by which a CUDA graph of it is found.
             reads: what ``function`` rounds its argument to before anything else.
         """
         return function(u)

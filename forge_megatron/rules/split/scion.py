@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -82,7 +82,13 @@ def steepest(u: Tensor, norm_type: str, steps: int, whole: Whole) -> Tensor:
         return u.div_(size / root_numel(u, whole) + 1e-8)
     if norm_type == "sign":
         return u.sign_().div_(whole.shape(u)[1])
-    return whole.transform(u, functools.partial(spectral, steps=steps), NS_DTYPE)
+    return whole.transform(u, spectral_in(steps), NS_DTYPE)
+
+
+@functools.cache
+def spectral_in(steps: int) -> Callable[[Tensor], Tensor]:
+    """:func:`spectral` in so many steps: one function, by which its graph is found again."""
+    return functools.partial(spectral, steps=steps)
 
 
 def spectral(u: Tensor, steps: int) -> Tensor:
