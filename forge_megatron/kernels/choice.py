@@ -27,9 +27,6 @@ from .tuned import Candidate, lookup, note
 #: Bytes to which the copy engine's rows are aligned.
 ROW_ALIGNMENT = 16
 
-#: Whether "auto" takes the Hopper kernel for experts in one tensor.
-AUTO_STEPS_EXPERTS_BY_HOPPER = False
-
 #: Coordinates from which the Hopper kernel adds to an accumulator faster than cuBLAS does.
 LARGE = 1 << 25
 
@@ -132,7 +129,7 @@ def choose_experts(slot: Slot, segments: Sequence[Segment], accumulator: Tensor 
 def experts_by_hopper(device: torch.device, backend: str) -> bool:
     """Whether the Hopper kernel is taken for experts in one tensor, where it can take them."""
     if backend == "auto":
-        return AUTO_STEPS_EXPERTS_BY_HOPPER and is_hopper(device) and has_tried_gluon()
+        return is_hopper(device) and has_tried_gluon()
     return backend == "hopper"
 
 

@@ -4,7 +4,7 @@
 number of experts and of tokens, spread unevenly. Every arm is first checked against fp64 on rows of the expert with the
 most tokens. ``grouped_mm`` is torch's product alone, whose gradient of every expert is in memory; ``+ step`` steps from
 it, in one launch. ``loop`` multiplies one expert after another into one fp32 scratch and steps it; the host knows where
-their tokens are. ``fused adamw`` is torch's step alone.
+their tokens are. ``fused adamw`` is torch's step alone; ``accumulate`` adds to an fp32 gradient, ``norm`` measures it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from kernels import HYPERPARAMETERS, MAX_ERROR, SAMPLED_ROWS, STEP, gpu_state, t
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forge_megatron import rules
-from forge_megatron.kernels import GroupedRows, Slot, cublas_wgrad, hopper_wgrad, step, triton_wgrad
+from forge_megatron.kernels import (
+    GroupedRows,
+    Slot,
+    cublas_wgrad,
+    hopper_wgrad,
+    step,
+    table_bytes,
+    triton_wgrad,
+    wgrad_accumulate,
+    wgrad_norm_sq,
+)
 from forge_megatron.kernels.blocks import at
 from forge_megatron.kernels.hopper_config import CONFIGS, choose_config
 from forge_megatron.kernels.tuning_files import source_hash
@@ -122,7 +132,22 @@ class Cell:
         return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, (w, m, v), strict=True))
 
     def time(self, arm) -> float:
-        return timed([lambda m=member: arm(*m) for member in self.members], target_ms=3.0, samples=5)
+        tables = table_bytes(slot.weight for slot, _ in self.members)
+        return timed([lambda m=member: arm(*m) for member in self.members], target_ms=3.0, samples=5, tables=tables)
+
+    def others(self, backend: str) -> dict[str, float]:
+        """Adding to an fp32 gradient in memory, and the norm alone."""
+        shape = self.members[0][0].weight.shape
+        sums = [torch.zeros(shape, device="cuda") for _ in self.members]
+        norm = torch.zeros((), device="cuda")
+        pairs = [(segments, total) for (_, segments), total in zip(self.members, sums, strict=True)]
+        times = {
+            "accumulate": [lambda p=pair: wgrad_accumulate(*p, backend=backend) for pair in pairs],
+            "norm": [lambda p=pair: wgrad_norm_sq(p[0], norm, shape=shape, backend=backend) for pair in pairs],
+        }
+        return {
+            f"{name} {backend}": round(timed(launches, target_ms=2.0, samples=3), 1) for name, launches in times.items()
+        }
 
     def fused_adamw(self) -> float:
         """torch's own step, of one weight."""
@@ -151,6 +176,7 @@ def measure(experts: int, rows: int, columns: int, tokens: int) -> dict:
         else:
             result["refused"][name] = error
     result["us"]["grouped_mm"] = round(cell.time(cell.product), 1)
+    result["us"] |= cell.others("hopper") | cell.others("triton")
     result["us"]["fused adamw"] = round(cell.fused_adamw(), 1)
     best = min((us for name, us in result["us"].items() if name.startswith("hopper")), default=float("nan"))
     result["gbytes_per_s"] = round(12e-3 * experts * rows * columns / best)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from forge_megatron import rules  # noqa: E402
-from forge_megatron.kernels import Slot, choose, cublas_wgrad, hopper_wgrad, triton_wgrad, wgrad_step  # noqa: E402
+from forge_megatron.kernels import Slot, choose, cublas_wgrad, hopper_wgrad, reserved, triton_wgrad, wgrad_step  # noqa: E402
 from forge_megatron.kernels.hopper_config import CONFIGS, Config, choose_config  # noqa: E402
 from forge_megatron.kernels.triton_language import compiled_update  # noqa: E402
 from forge_megatron.kernels.tuning_files import source_hash  # noqa: E402
@@ -68,14 +68,19 @@ def state_kernel(weight, first, second, scalars, size, UPDATE: tl.constexpr, BLO
     tl.store(second + offset, new[1].to(tl.bfloat16), mask=inside)
 
 
-def timed(launches, target_ms: float = 5.0, samples: int = 7) -> float:
-    """Median µs of one launch: all ``launches`` in one CUDA graph, repeated, between two events."""
+def timed(launches, target_ms: float = 5.0, samples: int = 7, tables: int = 0) -> float:
+    """Median µs of one launch: all ``launches`` in one CUDA graph, repeated, between two events.
+
+    Args:
+        tables: bytes of the tables that the launches read, which are filled once they are captured.
+    """
     for launch in launches:
         launch()
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The graph reads the memory: it lives until the last replay.
+    with reserved(tables, torch.device("cuda")) as _memory, torch.cuda.graph(graph):
         for launch in launches:
             launch()
 

@@ -5,6 +5,7 @@ import torch
 
 import forge_megatron.kernels.backend as backends
 from forge_megatron.kernels import choose, measures_apart
+from forge_megatron.kernels.choice import experts_by_hopper
 from forge_megatron.kernels.cost import TILES
 from forge_megatron.kernels.hopper_config import CONFIGS, choose_config
 
@@ -80,6 +81,28 @@ def test_an_interpreted_triton_has_no_hopper_kernel(on_hopper, monkeypatch):
     on_hopper("3.6.0")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose((4096, 4096), 512, "cuda") == "cublas"
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "backend", "taken"),
+    [
+        ("3.6.0", (9, 0), "auto", True),
+        ("3.6.0", (9, 0), "triton", False),
+        ("3.6.0", (9, 0), "cublas", False),
+        ("3.6.0", (8, 0), "auto", False),
+        ("3.9.0", (9, 0), "auto", False),
+        ("3.9.0", (9, 0), "hopper", True),
+    ],
+)
+def test_experts_in_one_tensor_take_the_hopper_kernel_where_it_was_run(on_hopper, version, capability, backend, taken):
+    on_hopper(version, capability)
+    assert experts_by_hopper(torch.device("cuda"), backend) is taken
+
+
+def test_the_tokens_of_all_experts_decide_their_configuration():
+    """In the order of recipes/bench/results/h200_experts.jsonl."""
+    assert choose_config(1536, 2048, 8192, experts=64) == choose_config(1536, 2048, 4096, experts=64) == "pp64"
+    assert choose_config(28672, 4096, 8192, experts=8) == "pp128"
 
 
 @pytest.mark.parametrize(
