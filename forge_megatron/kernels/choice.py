@@ -129,8 +129,8 @@ def choose_experts(slot: Slot, segments: Sequence[Segment], accumulator: Tensor 
 def experts_by_hopper(device: torch.device, backend: str) -> bool:
     """Whether the Hopper kernel is taken for experts in one tensor, where it can take them.
 
-    The portable kernel takes 1.45 to 1.83 times as long to step 8 to 64 experts, torch's grouped product and a step 1.22
-    to 1.5 times (one H200, ``recipes/bench/results/h200_experts.jsonl``).
+    The portable kernel takes 1.45 to 1.83 times as long to step 8 to 64 experts, torch's grouped product and a step
+    1.22 to 1.5 times (one H200, ``recipes/bench/results/h200_experts.jsonl``).
     """
     if backend == "auto":
         return is_hopper(device) and has_tried_gluon()
