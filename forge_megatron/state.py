@@ -106,7 +106,7 @@ def _expect_codes(rule: Rule, state_format: StateFormat, label: str) -> None:
     if state_format.is_scaled and taken:
         raise ValueError(
             f"{label}: {rule.name} subtracts the square of {', '.join(taken)} from another state, and in "
-            f"state_format={state_format.name!r} the difference can be below 0; use 'bf16' or 'fp32'"
+            f"state_format={state_format.name!r} the difference can be below 0; use 'fp32' (in 'bf16' it is so later)"
         )
 
 
