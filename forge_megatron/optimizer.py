@@ -271,7 +271,7 @@ class ForgeOptimizer(Tunable):
     # ---- what the pre-flight of a backward calls
 
     def expect_ready(self) -> None:
-        self._gradients.expect_zeroed()
+        self._gradients.expect_zeroed(at_step=not self._plan.waits)
         pending = next((owned for owned in self.owned.values() if owned.factors or owned.updated), None)
         if pending is not None:
             self._gradients.expect_untouched(pending.name)

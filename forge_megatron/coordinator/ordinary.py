@@ -34,6 +34,7 @@ class OrdinaryGradients:
         self.reduced_elsewhere: frozenset[Tensor] = frozenset()
         self._noted: dict[Tensor, tuple[TensorWeakRef, int, int]] = {}
         self._stepped: tuple[Tensor, TensorWeakRef, int] | None = None
+        self._left: str | None = None
         self._handles: dict[Tensor, torch.utils.hooks.RemovableHandle] = {}
         weakref.finalize(self, _remove, self._handles, self._widened).atexit = False
 
@@ -85,21 +86,27 @@ class OrdinaryGradients:
         task = torch._C._current_graph_task_id()
         return next((self.labels[p] for p, (_, _, its) in self._noted.items() if its == task), None)
 
-    def expect_zeroed(self) -> None:
-        """Raises if the ``.grad`` of the last step is still there: it would be applied again."""
-        if self._stepped is None:
-            return
-        p, reference, version = self._stepped
-        if p.grad is not None and p.grad is reference() and p.grad._version == version:
+    def expect_zeroed(self, *, at_step: bool = True) -> None:
+        """Raises if the ``.grad`` of the last step is still there: it would be applied again.
+
+        Args:
+            at_step: False: only ``step()`` raises. Until then ``zero_grad()`` may drop it, with a gradient that another
+                model's loss has added to it: that of a discriminator in its generator's backward.
+        """
+        if self._stepped is not None:
+            p, reference, version = self._stepped
+            if p.grad is not None and p.grad is reference() and p.grad._version == version:
+                self._left = self.labels[p]
+        if at_step and self._left is not None:
             raise RuntimeError(
-                f"{self.labels[p]}: zero_grad() was not called after the last step(); its .grad would be "
+                f"{self._left}: zero_grad() was not called after the last step(); its .grad would be "
                 "applied again, while an owned weight's gradient is gone after its step"
             )
 
     def close_window(self, stepped: list[Tensor] | None = None) -> None:
         """After ``step()``, which read the ``.grad`` of ``stepped``, or ``zero_grad()``."""
         self._noted.clear()
-        self._stepped = None
+        self._stepped = self._left = None
         if stepped:
             p = stepped[0]
             self._stepped = (p, TensorWeakRef(p.grad), p.grad._version)

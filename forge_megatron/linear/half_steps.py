@@ -12,7 +12,8 @@ def zeroed_after_updates(updated: str) -> str:
     """What ``zero_grad()`` says of a weight that backward has updated."""
     return (
         f"zero_grad() after backward: {updated} has already been updated inside it; call step() first, or give "
-        "clip_grad_norm or accumulation_steps so that updates wait for step()"
+        "clip_grad_norm or accumulation_steps so that updates wait for step(); the backward of another model's loss, "
+        "such as a generator's through its discriminator, belongs inside optimizer.paused()"
     )
 
 

@@ -261,3 +261,39 @@ def test_a_model_whose_optimizer_was_deleted_is_attached_again():
     assert all(row.fused for row in pair.optimizer.coverage if row.name.endswith("weight"))
     pair.train(mean_square(x))
     pair.expect_equal()
+
+
+def generator_first(optimizer_of):
+    """torch's order: the generator's backward adds to the gradients that the discriminator's last step left."""
+    g, d = mlp(6, 4), mlp(4, 8, 1, seed=1)
+    for_g, for_d = optimizer_of(g), optimizer_of(d)
+    for step in range(4):
+        z, real = batch(5, 6, seed=step), batch(5, 4, seed=10 + step)
+        for_g.zero_grad()
+        (-d(g(z)).mean()).backward()
+        for_g.step()
+        for_d.zero_grad()
+        (d(g(z).detach()).mean() - d(real).mean()).backward()
+        for_d.step()
+    return [p.detach().clone() for model in (g, d) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{"waiting": True}, {"accumulation_steps": None}, {"clip_grad_norm": 1e6}], ids=str)
+def test_what_a_generator_adds_to_its_discriminator_is_zeroed_before_it_is_stepped(options):
+    ours = generator_first(lambda model: forge.attach(model, lr=1e-2, weight_decay=0.0, **options))
+    theirs = generator_first(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0))
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-6, atol=2e-7)
+
+
+def test_a_gradient_that_nobody_zeroed_is_still_an_error_at_step():
+    model = mlp(6, 4)
+    optimizer = forge.attach(model, lr=1e-2, waiting=True)
+    for _ in range(2):
+        model(batch(5, 6)).square().mean().backward()
+        if optimizer.state[model[0].bias]["step"] == 0:
+            optimizer.step()
+    before = snapshot(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"0\.bias: zero_grad\(\) was not called after the last step"):
+        optimizer.step()
+    expect_bit_equal(before, snapshot(model, optimizer))
