@@ -1,5 +1,6 @@
 """What is measured of a gradient, while it is formed and from memory: against fp64, and by how many walks over it."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -154,7 +155,13 @@ def test_a_launch_that_is_remembered_has_every_operand_in_its_place(version, mon
 @pytest.mark.parametrize("name", ["lamb", "muon", "scion"])
 def test_what_a_scratch_held_before_is_never_read(name, backend, monkeypatch):
     """States in blocks: one whose gradient is not finite is left alone, and the direction that is not there is NaN."""
-    found = lambda batch: torch.ones((len(batch), *batch[0].weight.shape))  # noqa: E731
+    made = staged._scratch
+
+    @contextlib.contextmanager
+    def found(*given):
+        with made(*given) as (scratch, whole):
+            yield scratch.fill_(1.0), whole
+
     monkeypatch.setattr(staged, "_scratch", found)
     int8, slot = state_format("int8"), make(name, (18, 70))
     kept = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -34,8 +35,15 @@ def tokens_of_the_expert_before():
     return patch.object(grouped, "GroupedRows", lambda dy, bounds: rows(dy, (bounds - 1).clamp(min=0)))
 
 
+@contextlib.contextmanager
 def norms_of_this_ranks_experts():
+    """Unseen by the ranks themselves, which compare what they clip with before the gate could tell."""
     from forge_megatron.megatron import domains
+    from forge_megatron.ranks import AcrossRanks
 
-    experts = domains.experts
-    return patch.object(domains, "experts", lambda: replace(experts(), model_group=domains.dense().model_group))
+    experts, facts = domains.experts, AcrossRanks.shared_facts
+    with (
+        patch.object(domains, "experts", lambda: replace(experts(), model_group=domains.dense().model_group)),
+        patch.object(AcrossRanks, "shared_facts", lambda self, **_of_the_step: facts(self)),
+    ):
+        yield
