@@ -18,6 +18,9 @@ from forge_megatron.coordinator.window import Client
 class Members:
     """The optimizers of a group's ranks.
 
+    Attributes:
+        reduced_elsewhere: the parameters whose gradients DistributedDataParallel reduces.
+
     Args:
         ranks: the members of the group.
         options: of the buckets.
@@ -31,7 +34,7 @@ class Members:
         self._client = weakref.ref(client)
         self._waits = waits
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self._reduced: frozenset[Tensor] = frozenset()
+        self.reduced_elsewhere: frozenset[Tensor] = frozenset()
         self._unsynced = False
 
     @property
@@ -40,11 +43,6 @@ class Members:
         if self._options.nbytes is None:
             self._options = self._options.sized(self._client().names)
         return self._options
-
-    @property
-    def reduced_elsewhere(self) -> frozenset[Tensor]:
-        """What DistributedDataParallel reduces."""
-        return self._reduced
 
     def start(self, what: str, facts: dict[str, object], tensors: Sequence[Tensor]) -> None:
         """Compares the ranks' models and options, and gives every rank the first rank's values.
@@ -85,7 +83,7 @@ class Members:
                     "ranks; run it outside no_sync(), or attach with accumulation_steps="
                 )
         if self._wrapper is not None and self._wrapper() is wrapper:
-            return self._reduced
+            return self.reduced_elsewhere
         client = self._client()
         theirs = frozenset(p for p in wrapper._module_parameters if p in client.names)
         both = next((p for p in theirs if p in client.owned), None)
@@ -99,7 +97,7 @@ class Members:
                 f"DistributedDataParallel has {wrapper.process_group.size()} ranks and process_group= "
                 f"{len(self.ranks.members)}; give both the same group"
             )
-        self._wrapper, self._reduced = weakref.ref(wrapper), theirs
+        self._wrapper, self.reduced_elsewhere = weakref.ref(wrapper), theirs
         return theirs
 
     def expect_reduced(self) -> None:
@@ -108,7 +106,7 @@ class Members:
         Raises:
             RuntimeError: names a parameter.
         """
-        left = next((p for p in self._reduced if p.grad is not None), None) if self._unsynced else None
+        left = next((p for p in self.reduced_elsewhere if p.grad is not None), None) if self._unsynced else None
         if left is not None:
             raise RuntimeError(
                 f"{self._client().names[left]}: step(), but the last backward was inside no_sync(), so that "

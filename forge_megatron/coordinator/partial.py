@@ -299,13 +299,13 @@ class PartialSums(Members):
         if self._window.agreed is None:
             if not (self._window.passed or self._waits):
                 self._pass()
-            self._meet(pending.params() - self._reduced, facts, at_step=True, measures=measures)
+            self._meet(pending.params() - self.reduced_elsewhere, facts, at_step=True, measures=measures)
         elif again:
             self.ranks.agree("step() after the norms", facts)
         reduced = {
             device: mine
             for device, slots in pending.ordinary.items()
-            if (mine := [slot for slot in slots if slot.weight in self._reduced])
+            if (mine := [slot for slot in slots if slot.weight in self.reduced_elsewhere])
         }
         return replace(pending, waiting=(), ordinary=reduced)
 

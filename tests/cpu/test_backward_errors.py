@@ -8,19 +8,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import forge_megatron as forge
-from tests.cpu.training import Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise ArithmeticError("on purpose")
+from tests.cpu.training import Fails, Pair, backends, batch, expect_bit_equal, mean_square, mlp, snapshot
 
 
 def failing(model, x):

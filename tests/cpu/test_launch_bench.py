@@ -62,10 +62,15 @@ def test_every_rule_has_a_case_and_its_reference_is_its_judge():
         assert arm.approximate == (rules.get(name).regime == "projected")
 
 
+def needs(name: str) -> None:
+    """Skips, and says so, where the authors' package is not installed."""
+    if importlib.util.find_spec(f"{name}_torch") is None:
+        pytest.skip(f"NOT RUN: {name}-torch, of the peers extra, is not installed")
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_galores_reference_begins_between_two_refreshes_where_an_svd_takes_hours(monkeypatch, shape):
-    if importlib.util.find_spec("galore_torch") is None:
-        pytest.skip("NOT RUN: galore-torch, of the peers extra, is not installed")
+    needs("galore")
     monkeypatch.setattr(rule_arms, "MOST_FOR_SVD", 0)
     monkeypatch.setitem(rule_arms.GALORE, "rank", 3)
     p = torch.nn.Parameter(torch.randn(shape))
@@ -104,8 +109,7 @@ def test_an_arm_that_refreshes_does_so_at_every_step_and_is_no_graph(name):
 
 @pytest.mark.parametrize("name", ["galore", "apollo"])
 def test_an_arm_that_refreshes_takes_steps(name):
-    if importlib.util.find_spec(f"{name}_torch") is None:
-        pytest.skip(f"NOT RUN: {name}-torch, of the peers extra, is not installed")
+    needs(name)
     checked = parity.parity(f"forge-{name}-refresh", "llama", "cpu")
     # Another projection than its reference's; without steps the distance would be 1.
     assert checked["bound"] is None

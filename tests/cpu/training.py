@@ -62,6 +62,18 @@ def expect_bit_equal(before: list[Tensor], after: list[Tensor]) -> None:
         assert torch.equal(a, b), f"tensor {index} changed by {(a.double() - b.double()).abs().max()}"
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise ArithmeticError("on purpose")
+
+
 class Pair:
     """A model that is attached, and its twin under ``torch.optim``.
 

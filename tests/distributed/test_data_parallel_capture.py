@@ -37,19 +37,19 @@ def test_captured_steps_have_the_bits_of_eager_ones(results):  # field log row 8
     results["bits"]
 
 
+def step_of(model, optimizer, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def attached(**options):
     installed()
     model = Model()
     optimizer = forge.attach(model, lr=1e-2, process_group=dist.group.WORLD, **options)
-
-    def step(batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return model, optimizer, step
+    return model, optimizer, lambda batch: step_of(model, optimizer, batch)
 
 
 @workers
@@ -123,14 +123,6 @@ def wrapped():
     captured(ids(0))
     with pytest.raises(NotImplementedError, match=r"capture\(\) of a model inside DistributedDataParallel"):
         captured(ids(1))
-
-
-def step_of(model, optimizer, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def test_a_model_inside_a_wrapper_is_refused(results):

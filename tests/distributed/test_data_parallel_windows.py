@@ -13,6 +13,7 @@ from torch import nn
 
 import forge_megatron as forge
 from forge_megatron.coordinator.bucket import LEAST
+from tests.cpu.training import Fails
 from tests.distributed.ranks import Workers
 from tests.distributed.twins import expect_equal_replicas, weights
 
@@ -20,18 +21,6 @@ workers = Workers()
 WIDTH, LAYERS = 8, 6
 #: Bytes of one layer's gradient in a bucket, with its flag and what aligns it.
 ONE = 4 * WIDTH * WIDTH
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise ArithmeticError("on purpose")
 
 
 def layers() -> nn.ModuleList:
