@@ -7,6 +7,7 @@ import queue
 import warnings
 
 MODULES = [
+    "pytest",  # a third of a second in each process
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "forge_megatron",
