@@ -17,8 +17,9 @@ from megatron.core.rerun_state_machine import RerunMode
 from torch import Tensor, nn
 
 from forge_megatron import rules
+from forge_megatron.coordinator import find_shards
 from forge_megatron.formats import RECIPES, weight_store
-from forge_megatron.megatron import domains
+from forge_megatron.megatron import domains, fully_sharded
 from forge_megatron.megatron.checkpoint import Layout
 from forge_megatron.megatron.codes import store_as_codes, stores_codes
 from forge_megatron.megatron.conversion import Conversion, conversion_of, convert, global_names, unwrap
@@ -72,11 +73,13 @@ class ForgeOptions:
 def prepare(model_chunks: Iterable[nn.Module], *further_configs: object, fused_head: bool = False) -> list[Conversion]:
     """Swaps the linears' classes and keeps the owned weights out of the gradient buffers to come.
 
-    Call it on the built model, before Float16Module, DDP and the optimizer. Changes nothing if it raises.
+    Call it on the built model, before Float16Module, DDP and the optimizer. Changes nothing if it raises, and nothing
+    under ``use_torch_fsdp2``, where FSDP2 owns the weights.
 
     Args:
         model_chunks: the model, one chunk a virtual pipeline stage.
-        further_configs: DistributedDataParallelConfig and OptimizerConfig, where they are known already.
+        further_configs: DistributedDataParallelConfig (or TorchFullyShardedDataParallelConfig), OptimizerConfig and
+            Megatron's arguments, where they are known already.
         fused_head: the loss forms the logits by blocks of the vocabulary, so that neither they nor the head's
             gradient exist whole; a model that is called without labels returns its logits as always.
 
@@ -85,7 +88,14 @@ def prepare(model_chunks: Iterable[nn.Module], *further_configs: object, fused_h
         ValueError: there is no weight that FORGE could step.
     """
     model_chunks = list(model_chunks)
-    check(_facts(model_chunks, *further_configs))
+    facts = _facts(model_chunks, *further_configs)
+    check(facts)
+    if facts.fully_sharded:
+        if fused_head:
+            raise NotImplementedError(
+                "fused_head with use_torch_fsdp2 reads the weight of an output layer that is not called; leave it out"
+            )
+        return []
     heads = models_with_head(model_chunks) if fused_head else []
     conversions = [convert(chunk) for chunk in model_chunks]
     reasons = {reason for conversion in conversions for reason in conversion.kept.values()}
@@ -120,7 +130,7 @@ def get_forge_optimizer(
     Args:
         config: Megatron's optimizer config; its optimizer and hyperparameters are the rule's unless ``options`` say
             otherwise.
-        model_chunks: the chunks that :func:`prepare` saw, wrapped by DDP or not.
+        model_chunks: the chunks that :func:`prepare` saw, wrapped by DDP or not, or by TorchFullyShardedDataParallel.
         config_overrides: as Megatron's.
         options: rule, recipe, time of update, backend.
         num_microbatches: a step; default: Megatron's calculator.
@@ -138,33 +148,41 @@ def get_forge_optimizer(
     """
     options = options or ForgeOptions()
     conversions = [conversion_of(chunk) for chunk in model_chunks]
-    if any(conversion is None for conversion in conversions):
+    if any(conversion is None for conversion in conversions) and not fully_sharded.wraps(model_chunks):
         raise RuntimeError("call forge_megatron.megatron.prepare(model_chunks) before DDP is built")
     ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     facts = _facts(model_chunks, config, *ddp_configs, num_microbatches=num_microbatches, rerun_mode=rerun_mode)
     check(facts)
-    expect_matrices(_rule(config, options), _owned(conversions))
     waits = _choose_update(options.update, reasons_to_wait(facts))
+    if facts.fully_sharded:
+        fully_sharded.expect_steppable(model_chunks, _rule(config, options), options)
+    else:
+        expect_matrices(_rule(config, options), _owned(conversions))
+    taken = fully_sharded.trained(model_chunks) if facts.fully_sharded else _owned(conversions)
 
-    for conversion in conversions:
-        conversion.exclude()
+    for weight in taken:
+        weight.requires_grad_(False)
     try:
         theirs = megatron_optimizer.get_megatron_optimizer(config, model_chunks, config_overrides, **megatron_arguments)
     finally:
-        for conversion in conversions:
-            conversion.include()
-    paired, alone = domains.split(theirs, config, model_chunks, _owned(conversions))
+        # Earlier, Megatron's optimizer would track the weights a second time.
+        for weight in taken:
+            weight.requires_grad_(True)
+    paired, alone = domains.split(theirs, config, model_chunks, taken)
     groups, names = _groups(config, model_chunks, config_overrides)
     optimizers = []
     for domain, beside in paired:
-        owned = domain.of(_owned(conversions))
+        owned = domain.of(taken)
         members = [group for group in groups if group["is_expert_parallel"] == domain.is_expert]
         layout = Layout(members, names, frozenset(map(id, owned)), domain.named_group)
-        forge = _forge(config, options, layout, owned, model_chunks, waits, domain, facts)
+        if facts.fully_sharded:
+            forge = _sharded_forge(config, options, layout, model_chunks, waits, facts)
+        else:
+            forge = _forge(config, options, layout, owned, model_chunks, waits, domain, facts)
         groups_of_ranks = {"tp_group": domain.tensor_group, "shard_group": domain.shard_group}
         optimizers.append(ForgeMegatronOptimizer(beside, forge, layout, waits=waits, **groups_of_ranks))
     for chunk in model_chunks:
-        observe(chunk, optimizers)
+        (fully_sharded.observe if facts.fully_sharded else observe)(chunk, optimizers)
     return ForgeChainedOptimizer([*optimizers, *alone])
 
 
@@ -187,13 +205,15 @@ def _facts(
     if num_microbatches is None:
         # None: a loop of its own.
         num_microbatches = 1 if calculator is None else calculator.get()
+    sharded = fully_sharded.wraps(model_chunks) or fully_sharded.asked_for(configs)
     return Facts(
         configs=(unwrap(model_chunks[0]).config, *configs),
         num_microbatches=num_microbatches,
         microbatches_change=None if isinstance(calculator, constant | None) else type(calculator).__name__,
-        sums_end_here=domains.sums_end_here(),
+        sums_end_here=not sharded and domains.sums_end_here(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         rerun_mode=RerunMode(rerun_mode).value,
+        fully_sharded=sharded,
     )
 
 
@@ -265,5 +285,32 @@ def _forge(
     for weight in owned:
         # As in every later window, so that a run that is resumed adds up in the same order.
         forge.own(weight, layout.names[weight]).last_window = facts.num_microbatches
+    forge.synchronize()
+    return forge
+
+
+def _sharded_forge(
+    config: OptimizerConfig,
+    options: ForgeOptions,
+    layout: Layout,
+    model_chunks: Sequence[nn.Module],
+    waits: bool,
+    facts: Facts,
+) -> ForgeOptimizer:
+    """Of all parameters, which FSDP2 has sharded."""
+    rule = _rule(config, options)
+    names = {p: layout.names.get(p, name) for chunk in model_chunks for name, p in chunk.named_parameters()}
+    forge = ForgeOptimizer(
+        [part for group in layout.groups for part in fully_sharded.groups_of(config, options, rule, group, names)],
+        rule.name,
+        **hyperparameters(config, rule, options.hyperparameters),
+        recipe=options.recipe,
+        backend=options.backend,
+        seed=options.seed,
+        waiting=waits,
+        accumulation_steps=None if waits else facts.num_microbatches,
+        shards=[group for chunk in model_chunks for group in find_shards(chunk, names)],
+    )
+    forge.watch()
     forge.synchronize()
     return forge

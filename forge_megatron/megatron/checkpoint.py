@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor
 
+from forge_megatron.kernels import is_sharded, local, placed_as
 from forge_megatron.megatron.codes import shards_of, values_of
 from forge_megatron.megatron.dense import Dense
 from forge_megatron.megatron.rows import sharded_rows
@@ -95,14 +96,15 @@ def _merged(optimizer: ForgeMegatronOptimizer, dense: Dense) -> dict[str, Any]:
     state, groups, of_rule = {}, [], {}
     for group, ids in zip(layout.groups, _ids(layout.groups), strict=True):
         keys = group
+        cut = len({forge_at[id(p)][0] for p in group["params"] if layout.owns(p)}) > 1
         for parameter, position in zip(group["params"], ids, strict=True):
             if layout.owns(parameter):
                 state[position] = forge.exported_state(parameter)
                 own = forge.param_groups[forge_at[id(parameter)][0]]
                 # A rule may cut one of Megatron's groups into several, each with hyperparameters of its own.
-                if not is_megatrons:
+                if cut or not is_megatrons:
                     of_rule[layout.names[parameter]] = {k: v for k, v in own.items() if k not in _MEMBERS}
-                elif keys is group:
+                if is_megatrons and keys is group:
                     keys = {**dense.defaults, **counted, **own}
             else:
                 state[position] = dense.state(parameter)
@@ -193,6 +195,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
         dense.make_states()
     merged = _merged(optimizer, dense)
     parameters = optimizer.layout.parameters()
+    _expect_even_shards(optimizer.layout.names)
     shards = shards_of(model_state, parameters)
     common_step, differing = _split_steps(optimizer, merged["state"])
     unsharded = _take_unsharded(optimizer, merged["state"])
@@ -229,6 +232,15 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
     return _mixed(optimizer, merged, copies)
 
 
+def _expect_even_shards(names: dict[Tensor, str]) -> None:
+    for p, name in names.items():
+        if is_sharded(p) and p.shape[0] % p.device_mesh.size():
+            raise NotImplementedError(
+                f"{name}: FSDP2 has cut {p.shape[0]} rows into {p.device_mesh.size()} unequal shards, which Megatron's "
+                "ShardedTensor does not describe; save state_dict() with --ckpt-format torch_dcp"
+            )
+
+
 def _sharded(optimizer: ForgeMegatronOptimizer, shard: Any, parameter: Tensor, value: Tensor, prefix: str) -> Any:
     """A state, or an fp32 copy, as it is saved: the whole of the weight's shard, or this rank's rows of it."""
     if value.shape == parameter.shape:
@@ -263,13 +275,24 @@ def load_state_dict(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) ->
             entry = _entry(optimizer, inner, key, parameter, theirs)
             if layout.owns(parameter) and parameter in copies and "master" in optimizer.forge.state[parameter]:
                 entry["master"] = copies[parameter]
-            entries[parameter] = entry
+            entries[parameter] = _placed(parameter, entry) if is_sharded(parameter) else entry
     _load_owned(optimizer, entries, groups, inner.get("forge_groups", {}))
     hyperparameters = [{k: v for k, v in group.items() if k not in _MEMBERS} for group in groups]
     of_parameter = {
         p: theirs for group, theirs in zip(layout.groups, hyperparameters, strict=True) for p in group["params"]
     }
     dense.load(entries, of_parameter, copies, saved)
+
+
+def _placed(parameter: Tensor, entry: dict) -> dict:
+    """dist_checkpointing gives this rank's part alone."""
+    shape = local(parameter).shape
+    return {
+        name: placed_as(parameter, value, parameter.shape)
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape and not is_sharded(value)
+        else value
+        for name, value in entry.items()
+    }
 
 
 def _saved_copies(layout: Layout, saved: dict[str, Any]) -> dict[Tensor, Tensor]:

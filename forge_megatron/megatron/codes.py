@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forge_megatron.codes import become
 from forge_megatron.formats import RECIPES, Fp8Weight
+from forge_megatron.kernels import is_sharded
 
 
 def stores_codes(recipe: str | None) -> bool:
@@ -66,4 +67,6 @@ def shards_of(
     """Megatron's entry of each of ``weights``, by its position, also where :func:`with_values` has put values there."""
     entries = (value for value in nested_values(model_state) if isinstance(value, ShardedTensor | ShardedTensorFactory))
     values = {id(e.data.forge_weight): e.data for e in entries if hasattr(e.data, "forge_weight")}
-    return get_param_id_to_sharded_param_map(model_state, [values.get(id(weight), weight) for weight in weights])
+    # Megatron's entry has a DTensor's own local tensor, of which torch 2.13's to_local() makes another parameter.
+    held = [weight._local_tensor if is_sharded(weight) else values.get(id(weight), weight) for weight in weights]
+    return get_param_id_to_sharded_param_map(model_state, held)

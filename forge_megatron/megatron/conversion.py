@@ -49,14 +49,9 @@ class Conversion:
     kept: dict[str, str] = field(default_factory=dict)
 
     def exclude(self) -> None:
-        """Before DDP and Megatron's optimizer are built: ``requires_grad`` is the only test both make."""
+        """Before DDP is built: ``requires_grad`` is the only test that it, and Megatron's optimizer, make."""
         for weight in self.owned.values():
             weight.requires_grad_(False)
-
-    def include(self) -> None:
-        """After both are built. Earlier, Megatron's optimizer would track the weights a second time."""
-        for weight in self.owned.values():
-            weight.requires_grad_(True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

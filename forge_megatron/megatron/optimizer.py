@@ -243,8 +243,12 @@ class ForgeMegatronOptimizer(MegatronOptimizer):
         """What Megatron's optimizer holds now."""
         return dense_held(self.dense, self.layout.dense(), self.layout.groups)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Raises ``NotImplementedError`` under ``use_distributed_optimizer``."""
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Raises ``NotImplementedError`` under ``use_distributed_optimizer``.
+
+        Args:
+            is_loading: Megatron's, for a template to load into; owned weights have their states from the start.
+        """
         if isinstance(self.dense, DistributedOptimizer):
             self.save_parameter_state()
         return checkpoint.state_dict(self)
@@ -298,6 +302,10 @@ class ForgeChainedOptimizer(ChainedOptimizer):
 
     def count_zeros(self) -> float:
         return self._forges[0].count_zeros()
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """megatron.training asks every optimizer for a template in this way; Megatron's own chain does not take it."""
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
         if len(self._forges) == len(self.chained_optimizers):

@@ -28,6 +28,7 @@ class Facts:
             other rank has a part of it, and no pipeline orders them.
         data_parallel_size: ranks that hold the same shard of a dense weight, context ranks not counted.
         rerun_mode: ``RerunStateMachine``'s mode, ``"disabled"`` where there is none.
+        fully_sharded: the model is, or will be, Megatron's ``TorchFullyShardedDataParallel``.
     """
 
     configs: tuple[object, ...]
@@ -36,6 +37,7 @@ class Facts:
     sums_end_here: bool = False
     data_parallel_size: int = 1
     rerun_mode: str = "disabled"
+    fully_sharded: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """The first config's value that is not None."""
@@ -236,7 +238,13 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "use_megatron_fsdp", REFUSED, "sharded weights; turn it off", _REFUSED, _flag("use_megatron_fsdp"),
     ),
-    Switch("use_torch_fsdp2", REFUSED, "sharded weights; turn it off", _REFUSED, _flag("use_torch_fsdp2")),
+    Switch(
+        "use_torch_fsdp2", SUPPORTED, "every parameter is stepped where its reduced shard arrives, norms and biases as "
+        "Megatron's optimizer would; several micro-batches wait; tensor and pipeline parallelism, experts and "
+        "--ckpt-format torch_dist beside it are refused",
+        "tests/distributed/test_megatron_fully_sharded.py::test_trains_like_megatron",
+        lambda facts: True if facts.fully_sharded else None,
+    ),
     Switch(
         "save_wgrads_interval", REFUSED, "no weight gradient is stored that could be saved; turn it off",
         _REFUSED, _above("save_wgrads_interval", 0),
@@ -283,6 +291,30 @@ SWITCHES: tuple[Switch, ...] = (
 # fmt: on
 
 
+def _saves_torch_dist(facts: Facts) -> str | None:
+    kept = facts.get("save") or facts.get("load")
+    return "torch_dist" if kept and facts.get("ckpt_format") == "torch_dist" else None
+
+
+# What is refused beside use_torch_fsdp2 alone, by Megatron itself or because nobody has shown it to be exact.
+_NOT_FULLY_SHARDED: tuple[tuple[str, str, Callable[[Facts], Any]], ...] = (
+    ("tensor_model_parallel_size", "set it to 1", _above("tensor_model_parallel_size")),
+    ("pipeline_model_parallel_size", "set it to 1", _above("pipeline_model_parallel_size")),
+    (
+        "num_moe_experts",
+        "a rank may have no tokens for an expert, whose reduction then differs",
+        _above("num_moe_experts", 0),
+    ),
+    ("mtp_num_layers", "the embedding is gathered once more a depth; turn it off", _above("mtp_num_layers", 0)),
+    ("use_distributed_optimizer", "FSDP2 shards the states already; turn it off", _flag("use_distributed_optimizer")),
+    ("gradient_accumulation_fusion", "a shard has no main_grad; turn it off", _flag("gradient_accumulation_fusion")),
+    ("fp16", "train in bf16", _flag("fp16")),
+    ("init_model_with_meta_device", "turn it off", _flag("init_model_with_meta_device")),
+    # megatron.training then leaves out the optimizer's load_state_dict(), and with it every step count.
+    ("ckpt_format", "a resumed run would count its steps anew; use --ckpt-format torch_dcp", _saves_torch_dist),
+)
+
+
 def switched_on(verdict: str, facts: Facts) -> list[tuple[Switch, Any]]:
     """The switches of one verdict that are on, with their values."""
     found = ((switch, switch.value(facts)) for switch in SWITCHES if switch.verdict == verdict)
@@ -296,6 +328,9 @@ def check(facts: Facts) -> None:
         NotImplementedError: one line for each refused switch that is on: its value and the way out.
     """
     refused = [f"{switch.name}={value!r}: {switch.why}" for switch, value in switched_on(REFUSED, facts)]
+    if facts.fully_sharded:
+        found = ((name, why, value(facts)) for name, why, value in _NOT_FULLY_SHARDED)
+        refused += [f"{name}={on!r} with use_torch_fsdp2: {why}" for name, why, on in found if on is not None]
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
         raise NotImplementedError(f"FORGE does not train with these Megatron switches yet:\n{lines}")

@@ -41,11 +41,13 @@ def forge_pretrain_hooks(args: Namespace, *, model_config: Any) -> None:
     from forge_megatron.megatron.build import prepare
 
     if model_config.transformer_layer_spec is None:
-        if args.transformer_impl == "transformer_engine":
+        with_te = args.transformer_impl == "transformer_engine"
+        # FSDP2 owns the weights of any linear, and takes Transformer Engine's layers only as Megatron builds them.
+        if with_te and not args.use_torch_fsdp2:
             from forge_megatron.megatron.spec import transformer_engine_layer_spec
 
             model_config.transformer_layer_spec = transformer_engine_layer_spec
-        elif args.context_parallel_size > 1:
+        elif not with_te and args.context_parallel_size > 1:
             from forge_megatron.megatron.spec import local_layer_spec
 
             model_config.transformer_layer_spec = local_layer_spec

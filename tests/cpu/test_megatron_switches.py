@@ -67,6 +67,36 @@ def test_a_flag_is_found_in_whichever_config_holds_it():
         check(Facts((SimpleNamespace(use_megatron_fsdp=False), SimpleNamespace(use_megatron_fsdp=True))))
 
 
+NOT_FULLY_SHARDED = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "num_moe_experts": 4,
+    "mtp_num_layers": 1,
+    "use_distributed_optimizer": True,
+    "gradient_accumulation_fusion": True,
+    "fp16": True,
+    "init_model_with_meta_device": True,
+}
+
+
+@pytest.mark.parametrize("name", NOT_FULLY_SHARDED)
+def test_refused_beside_fsdp2_alone(name):
+    configs = (SimpleNamespace(**{name: NOT_FULLY_SHARDED[name]}),)
+    check(Facts(configs))
+    with pytest.raises(NotImplementedError, match=rf"{name}={NOT_FULLY_SHARDED[name]} with use_torch_fsdp2"):
+        check(Facts(configs, fully_sharded=True))
+
+
+@pytest.mark.parametrize("kept", ["save", "load"])
+def test_a_checkpoint_that_would_count_steps_anew(kept):
+    configs = (SimpleNamespace(**{kept: "folder", "ckpt_format": "torch_dist"}),)
+    check(Facts(configs))
+    with pytest.raises(NotImplementedError, match="--ckpt-format torch_dcp"):
+        check(Facts(configs, fully_sharded=True))
+    check(Facts((SimpleNamespace(**{kept: "folder", "ckpt_format": "torch_dcp"}),), fully_sharded=True))
+    check(Facts((SimpleNamespace(ckpt_format="torch_dist"),), fully_sharded=True))
+
+
 def test_every_refused_switch_is_named_at_once():
     with pytest.raises(NotImplementedError) as refusal:
         check(facts(fp8="hybrid", gtp_weight_remat_size=4))

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from megatron_ranks import Workers as Workers
 from megatron_ranks import layout as layout
+from megatron_ranks import mesh_of_cpus
 from megatron_ranks import run as run
 from megatron_saving import load as load
 from megatron_saving import load_schedule as load_schedule
 from megatron_saving import owned_state as owned_state
 from megatron_saving import save as save
+from sharded_nets import whole
 
 VOCAB, SEQUENCE, BATCH = 64, 16, 2
 
@@ -28,6 +30,7 @@ class Case:
         model, optimizer, ddp: further fields of the three Megatron configs.
         fused_head: with FORGE, output layer and loss are one.
         own_batches: each data-parallel rank has batches of its own.
+        fsdp2: TorchFullyShardedDataParallel in the place of DistributedDataParallel.
         tied: head and embedding share their weight.
     """
 
@@ -46,6 +49,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     layers: int = 2
     scheduled: bool = True
+    fsdp2: bool = False
 
     def with_forge(self, **options: Any) -> Case:
         return replace(self, forge=options)
@@ -80,6 +84,8 @@ def transformer_config(case: Case):
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
             "init_method_std": 0.1,
+            # With Transformer Engine's layers FSDP2 also shards each column-parallel linear, the output layer alone.
+            **({"transformer_impl": "local"} if case.fsdp2 else {}),
             **case.model,
         }
     )
@@ -187,6 +193,24 @@ def over_context(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def sharded_config(case: Case):
+    from megatron.core.distributed import TorchFullyShardedDataParallelConfig
+
+    return TorchFullyShardedDataParallelConfig(**case.ddp)
+
+
+def sharded_model(config, ddp_config, model):
+    """FSDP2 by Megatron's wrapper."""
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+
+    mesh_of_cpus()
+    chunk = TorchFullyShardedDataParallel(config, ddp_config, model)
+    if "force_all_reduce" not in signature(chunk.finish_grad_sync).parameters:
+        # megatron-core 0.16 hands it over all the same.
+        chunk.finish_grad_sync = lambda force_all_reduce=False: None
+    return chunk
+
+
 class Run:
     """Model, DDP, optimizer and schedule of one case."""
 
@@ -218,15 +242,16 @@ class Run:
             params_dtype=case.dtype,
             **{"optimizer": "adam", **case.optimizer},
         )
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **case.ddp)
+        ddp_config = (
+            sharded_config(case) if case.fsdp2 else DistributedDataParallelConfig(grad_reduce_in_fp32=True, **case.ddp)
+        )
+        wrapper = sharded_model if case.fsdp2 else DistributedDataParallel
         if case.forge is not None:
             from forge_megatron.megatron import ForgeOptions, get_forge_optimizer, prepare
 
             prepare(models, ddp_config, optimizer_config, fused_head=case.fused_head)
         self.chunks = [
-            DistributedDataParallel(
-                config, ddp_config, model if case.dtype is torch.float32 else Float16Module(config, model)
-            )
+            wrapper(config, ddp_config, model if case.dtype is torch.float32 else Float16Module(config, model))
             for model in models
         ]
         self.chunk = self.chunks[0]
@@ -336,7 +361,7 @@ class Run:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)  # otherwise the next forward gathers them
         return {
-            known[name]: p.detach().float().clone()
+            known[name]: whole(p).float()
             for model in self.models
             for known in [global_names(model)]
             for name, p in model.named_parameters()

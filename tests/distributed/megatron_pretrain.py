@@ -17,6 +17,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 RESULT = sys.argv.pop(1)
 
 import torch  # noqa: E402  (reads the variable above)
+from megatron_ranks import mesh_of_cpus  # noqa: E402
 
 from launch import cpu  # noqa: E402
 
@@ -53,6 +54,7 @@ def _training_on_cpu() -> None:
         return init("gloo", **keywords)
 
     torch.distributed.init_process_group = gloo
+    mesh_of_cpus()
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -139,7 +141,7 @@ def main() -> None:
     transformer_block.LayerNormImpl = norm_class(args.normalization)
     forge_pretrain_hooks(args, model_config=model_config)
 
-    history = {"losses": [], "norms": [], "skipped": 0, "owned": 0}
+    history = {"losses": [], "norms": [], "skipped": 0, "owned": 0, "sharded": 0}
     train_step = training.train_step
 
     def recorded(*positional, **keywords):
@@ -152,7 +154,9 @@ def main() -> None:
     def counted(*positional, **keywords):
         model, optimizer, scheduler = setup(*positional, **keywords)
         for inner in optimizer.chained_optimizers:
-            history["owned"] += len(inner.forge.owned) if hasattr(inner, "forge") else 0
+            if hasattr(inner, "forge"):
+                history["owned"] += len(inner.forge.owned)
+                history["sharded"] += sum(row.how.startswith("sharded") for row in inner.forge.coverage)
         return model, optimizer, scheduler
 
     setup, training.setup_model_and_optimizer = training.setup_model_and_optimizer, counted

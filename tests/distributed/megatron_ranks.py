@@ -76,6 +76,15 @@ def layout(**degrees: int | None) -> Iterator[None]:
     _initialize()
 
 
+def mesh_of_cpus() -> None:
+    """For Megatron's TorchFullyShardedDataParallel, which asks for a mesh of GPUs whatever there is."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel
+    from torch.distributed.device_mesh import DeviceMesh
+
+    of_cpus = SimpleNamespace(from_group=lambda group, _cuda: DeviceMesh.from_group(group, "cpu"))
+    torch_fully_sharded_data_parallel.DeviceMesh = of_cpus
+
+
 def run(world: int, function: Callable, *args: Any, **degrees: int | None) -> list[Any]:
     """Runs ``function(*args)`` in ``world`` processes; returns what each returned.
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_harness import Run
 
 
-def _sharded(session: Run, is_loading: bool) -> dict[str, Any]:
+def sharded(session: Run, is_loading: bool) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     metadata = {
@@ -29,7 +29,7 @@ def save(session: Run, folder: str) -> None:
     """A dist_checkpointing checkpoint, and the position in the data."""
     from megatron.core import dist_checkpointing
 
-    state = _sharded(session, is_loading=False)
+    state = sharded(session, is_loading=False)
     dist_checkpointing.save({**state, "generator": session.generator.get_state()}, folder)
 
 
@@ -41,7 +41,7 @@ def load_schedule(session: Run, state: dict[str, Any]) -> None:
 def load(session: Run, folder: str) -> None:
     from megatron.core import dist_checkpointing
 
-    state = dist_checkpointing.load(_sharded(session, is_loading=True), folder)
+    state = dist_checkpointing.load(sharded(session, is_loading=True), folder)
     for index, model in enumerate(session.models):
         model.load_state_dict(state["model"] if len(session.models) == 1 else state["model"][f"model{index}"])
     session.optimizer.load_state_dict(state["optimizer"])

@@ -47,13 +47,13 @@ needs_training = pytest.mark.skipif(
 )
 
 
-def _pretrain(result: Path, *arguments: str, refused: bool = False) -> dict | str:
+def _pretrain(result: Path, *arguments: str, refused: bool = False, connections: str = "1") -> dict | str:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": connections,
     }
     command = [_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     done = subprocess.run(
@@ -111,6 +111,26 @@ def test_a_run_with_forge_resumes_in_one_without_and_the_reverse(tmp_path):
         first = _pretrain(tmp_path / f"{name}1", "--train-iters", "8", "--exit-interval", "4", *saved, *writer)
         second = _pretrain(tmp_path / f"{name}2", "--train-iters", "8", "--load", folder, *reader)
         assert _gap(whole["losses"], first["losses"] + second["losses"]) <= 2e-6
+
+
+FSDP2 = ["--use-torch-fsdp2", "--tensor-model-parallel-size", "1", "--ckpt-format", "torch_dcp"]
+
+
+@needs_training
+def test_pretrain_on_fsdp2_is_pretrain_on_ddp(tmp_path):
+    """Not on FSDP2: there Megatron's own gradients are not divided by the tokens of --calculate-per-token-loss."""
+    theirs = _pretrain(tmp_path / "theirs", "--train-iters", "8", "--tensor-model-parallel-size", "1")
+    ours = _pretrain(tmp_path / "ours", "--train-iters", "8", *FSDP2, "--use-forge", connections="8")
+    assert ours["sharded"] == 28
+    assert _gap(theirs["losses"], ours["losses"]) <= 2e-6
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
+    folder = str(tmp_path / "saved")
+    saved = [*FSDP2, "--use-forge", "--save", folder, "--save-interval", "4", "--train-iters", "8"]
+    first = _pretrain(tmp_path / "first", *saved, "--exit-interval", "4", connections="8")
+    second = _pretrain(tmp_path / "second", *saved, "--load", folder, connections="8")
+    assert first["losses"] + second["losses"] == ours["losses"]
+    told = _pretrain(tmp_path / "no", *saved, "--ckpt-format", "torch_dist", refused=True, connections="8")
+    assert "ckpt_format='torch_dist' with use_torch_fsdp2" in told
 
 
 @needs_training
