@@ -241,13 +241,8 @@ class Ledger:
         open_ = [owned for owned in wanted if owned.waits and (last is None or owned.micro_batches < last)]
         while open_:
             count_shared([(owned.factors, owned.micro_batches) for owned in open_])
-            outgrown = [
-                owned
-                for owned in open_
-                if owned.factors.will_outgrow(
-                    owned.micro_batches, max(0, (kept or owned.last_window) - owned.micro_batches)
-                )
-            ]
+            to_come = {it: max(0, (kept or it.last_window) - it.micro_batches) for it in open_}
+            outgrown = [it for it, more in to_come.items() if it.factors.will_outgrow(it.micro_batches, more)]
             for owned in outgrown:
                 self.later(owned)
             # What is kept no more is not shared with the others.
@@ -279,6 +274,9 @@ class Ledger:
         verdicts: dict[OwnedWeight, Verdict] = {}
         left_out = []
         for owned in self.owned:
+            if not owned.uses:
+                # Most of them where each block is a graph task of its own (a reentrant checkpoint).
+                continue
             alive = owned.live_uses()
             here = [use for use in alive if use is first or use.runs_here()]
             if not here or not owned.weight.requires_grad:
@@ -337,7 +335,9 @@ class Ledger:
         for owned, verdict in verdicts.items():
             owned.waits, owned.micro_batches = verdict.waits, verdict.micro_batch
             owned.examined = self.task_count
-        if not all(verdict.waits for verdict in verdicts.values()):
+        # A block's graph task inside a backward has the states and hyperparameters that the first of them found.
+        later = first.recomputed and any(owned.updated for owned in reversed(self.owned))
+        if not later and not all(verdict.waits for verdict in verdicts.values()):
             self._client().before_updates()
 
     def begin(self) -> None:
@@ -346,11 +346,9 @@ class Ledger:
             self.now.begin({owned.weight for owned in self.owned if owned.waits})
 
     def _count_updates(self, wanted: Iterable[OwnedWeight]) -> None:
-        """When a backward has ended: raises the step counts of what it updated, in one call for all.
+        """When a backward that ``wanted`` them has ended: raises the counts of what it updated, in one call for all.
 
-        Args:
-            wanted: by that backward. Every optimizer hears that it has ended, be it in the middle of a backward of its
-                own in another thread, which counts its updates itself.
+        Every optimizer hears that it has ended, be it in the middle of another thread's backward, which counts its own.
         """
         uncounted = [owned for owned in wanted if owned.uncounted]
         raise_counts([owned.step for owned in uncounted])

@@ -115,6 +115,7 @@ class OwnedWeight:
         micro_batches: of this window, that its gradient is the sum of so far.
         last_window: of the last window that had any and was stepped; before the first, how many are expected of it.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
+        uses: its calls whose graphs are alive.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
     """
 
@@ -129,7 +130,7 @@ class OwnedWeight:
         self._ledger = weakref.ref(ledger)
         self.renew_ticket()
         # Not a WeakSet, whose every iteration costs more than the rest of a pre-flight.
-        self._uses: set[weakref.ref[Use]] = set()
+        self.uses: set[weakref.ref[Use]] = set()
         self._shadows = self._replayed = 0
         self._shadow_version = weight._version
         self._layout = (weight.dtype, weight.device, weight.shape)
@@ -175,7 +176,7 @@ class OwnedWeight:
                 self._count_shadow()
             return Use(self, None)
         use = Use(self, self.ticket, recomputed, ledger.task_count)
-        self._uses.add(weakref.ref(use, self._uses.discard))
+        self.uses.add(weakref.ref(use, self.uses.discard))
         return use
 
     def _count_shadow(self) -> None:
@@ -192,11 +193,11 @@ class OwnedWeight:
 
     def live_uses(self) -> list[Use]:
         """The uses whose graphs are alive."""
-        return [use for reference in tuple(self._uses) if (use := reference()) is not None]
+        return [use for reference in tuple(self.uses) if (use := reference()) is not None]
 
     def has_more_here(self, task: int) -> bool:
         """Inside the graph task ``task``, at a use: the engine will execute another that it has not reached."""
-        return len(self._uses) > 1 and any(use.task != task and use.runs_here() for use in self.live_uses())
+        return len(self.uses) > 1 and any(use.task != task and use.runs_here() for use in self.live_uses())
 
     def ticket_runs(self) -> bool:
         return _will_execute(self._ticket_node)

@@ -192,4 +192,4 @@ def test_evaluation_forwards_with_gradients_leave_no_memory(backend):  # field l
     optimizer = forge.attach(model, lr=1e-3, backend=backend)
     for seed in range(50):
         model(batch(5, 6, seed=seed))
-    assert all(len(owned._uses) == 0 for owned in optimizer.owned.values())
+    assert all(len(owned.uses) == 0 for owned in optimizer.owned.values())

@@ -1,11 +1,13 @@
 """What the host does for one owned linear in a training step: the operations that it dispatches to torch."""
 
+import sys
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import forge_megatron as forge
 from forge_megatron.kernels import fused
@@ -68,3 +70,35 @@ def test_one_more_matrix_of_muon_dispatches_newton_schulz_besides(monkeypatch):
     around |= {"aten.copy_.default": 1, "aten.view.default": 1}
     assert dispatched == products | around
     assert len(chosen) == 8 + 24
+
+
+def calls_of_a_checkpointed_backward(blocks: int) -> Counter:
+    """How often the host enters each Python function in it, each block being a graph task of its own."""
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(blocks))
+    optimizer = forge.attach(model, lr=1e-3)
+    entered = Counter()
+
+    def count(frame, event, argument):
+        if event == "call":
+            entered[frame.f_code.co_qualname] += 1
+
+    for _ in range(3):
+        entered.clear()
+        h = torch.ones(4, 8, requires_grad=True)
+        for block in model:
+            h = checkpoint(block, h, use_reentrant=True)
+        sys.setprofile(count)
+        try:
+            h.sum().backward()
+        finally:
+            sys.setprofile(None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return entered
+
+
+def test_a_checkpointed_block_costs_the_host_the_same_in_a_deeper_model():
+    few, more, most = (calls_of_a_checkpointed_backward(blocks) for blocks in (8, 16, 32))
+    deeper = {name for name in most if (most[name] - more[name]) / 16 > (more[name] - few[name]) / 8}
+    # The look for a weight that waits or was updated, which an error would name.
+    assert deeper <= {"ForgeOptimizer.expect_ready.<locals>.<genexpr>", "Factors.__bool__"}
