@@ -15,6 +15,11 @@ workers = Workers()
 WORLD = 4
 
 
+@pytest.fixture(scope="module")
+def results():
+    return workers.results(WORLD)
+
+
 def groups(shards: int = 2) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The ranks that have the same rows, and those that share a copy."""
     mesh = init_device_mesh("cpu", (WORLD // shards, shards), mesh_dim_names=("replica", "shard"))
@@ -115,5 +120,5 @@ def refused():
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in workers.functions])
-def test_two_copies_on_four_ranks(name):
-    workers.results(WORLD)[name]
+def test_two_copies_on_four_ranks(results, name):
+    results[name]

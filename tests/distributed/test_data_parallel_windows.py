@@ -23,6 +23,11 @@ WIDTH, LAYERS = 8, 6
 ONE = 4 * WIDTH * WIDTH
 
 
+@pytest.fixture(scope="module")
+def results():
+    return workers.results(2)
+
+
 def layers() -> nn.ModuleList:
     torch.manual_seed(2)
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
@@ -152,5 +157,5 @@ def buckets_of_no_given_size():
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in workers.functions])
-def test_on_two_ranks(name):
-    workers.results(2)[name]
+def test_on_two_ranks(results, name):
+    results[name]

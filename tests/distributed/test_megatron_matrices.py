@@ -24,6 +24,11 @@ def results():
     return alone.results(1)
 
 
+@pytest.fixture(scope="module")
+def on_two():
+    return pair.results(2)
+
+
 def rows_of(name: str, rows: int) -> list[list[int]]:
     """The rows of each matrix in a weight, from the layout that Megatron documents; heads have 8 rows here."""
     if name.endswith("linear_fc1.weight"):
@@ -191,9 +196,9 @@ def _on_two() -> dict:
     return _of_rules()
 
 
-def test_the_update_is_that_of_tensor_parallel_size_1(results, monkeypatch):
+def test_the_update_is_that_of_tensor_parallel_size_1(results, on_two, monkeypatch):
     (one,) = results["_on_one"]
-    for rank, two in enumerate(pair.results(2)["_on_two"]):
+    for rank, two in enumerate(on_two["_on_two"]):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         for rule in RULES:
@@ -234,8 +239,8 @@ def _stages() -> dict:
         return owned_state(straight), owned_state(resumed), straight.train(2), resumed.train(2)
 
 
-def test_every_stage_of_a_pipeline_finds_its_statistics_again():
-    for saved, restored, straight, resumed in pair.results(2)["_stages"]:
+def test_every_stage_of_a_pipeline_finds_its_statistics_again(on_two):
+    for saved, restored, straight, resumed in on_two["_stages"]:
         assert any("row_var" in state for state in saved.values())
         for name, state in saved.items():
             for key, value in state.items():
