@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
@@ -286,7 +287,17 @@ class ForgeChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
+        # Each has a scaler of its own, and the loss was multiplied by the first's scale. One that has backed off for
+        # gradients which the others do not see would be unscaled by another number from then on.
+        scalers = [found for o in self.chained_optimizers if (found := _grad_scaler(o)) is not None]
+        common = scalers[0].state_dict() if scalers else {}
+        for scaler in scalers[1:]:
+            scaler.load_state_dict(common)
         found_inf = super().prepare_grads()
+        if len(scalers) > 1:
+            for scaler in scalers:
+                scaler.load_state_dict(common)
+                scaler.update(found_inf)
         if found_inf:
             for optimizer in self._forges:
                 optimizer.discard()
@@ -323,3 +334,8 @@ class ForgeChainedOptimizer(ChainedOptimizer):
                 optimizer.discard()
             return False
         return super().step_with_ready_grads()
+
+
+def _grad_scaler(optimizer: MegatronOptimizer) -> MegatronGradScaler | None:
+    owner = optimizer.dense if isinstance(optimizer, ForgeMegatronOptimizer) else optimizer
+    return getattr(owner, "grad_scaler", None)

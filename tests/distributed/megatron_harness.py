@@ -377,9 +377,13 @@ def train_both(case: Case, **options: Any) -> tuple[dict[str, Any], dict[str, An
     return train(case), train(case.with_forge(**options))
 
 
-def poison(session: Run, value: float) -> None:
-    """Writes ``value`` into the pending gradient of one owned weight, behind autograd's back."""
-    owned = list(session.optimizer.chained_optimizers[0].forge.owned.values())[-1]
+def poison(session: Run, value: float, pair: int = 0) -> None:
+    """Writes ``value`` into the pending gradient of one owned weight, behind autograd's back.
+
+    Args:
+        pair: whose, by its place in the chain: 0 of dense weights, 1 of experts.
+    """
+    owned = list(session.optimizer.chained_optimizers[pair].forge.owned.values())[-1]
     factors = owned.factors
     (factors.kept[0].dy if factors.kept else factors.accumulator).data[0, 0] = value
 

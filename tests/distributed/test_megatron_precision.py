@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_harness import Case, Run, Workers, gap, owned_state, poison, train, train_both
+from megatron_harness import Case, Run, Workers, gap, layout, owned_state, poison, train, train_both
 
 # The processes of a file start once and share the machine with others.
 pytestmark = pytest.mark.timeout(900)
@@ -189,3 +189,39 @@ def test_an_overflow_on_one_rank_backs_the_scale_off_on_all(results):
         assert found["results"] == [(False, None), (False, None)]
         assert found["same"]
         assert found["scales"][1] < found["scales"][0]
+
+
+@workers
+def _overflow_beside_experts() -> list[tuple[dict, dict]]:
+    """A step after the scale of 2**10 was backed off once, and the same of a run that began with that scale."""
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+    case = replace(FP16, model={**experts, "moe_token_dispatcher_type": "alltoall"}).with_forge(recipe="fp32-master")
+    halved = replace(case, optimizer={**SCALER, "initial_loss_scale": 2.0**9})
+    found = []
+    for pair in (0, 1):
+        with layout(tp=1, ep=2):
+            session, expected = Run(case), Run(halved)
+            for _ in range(2):  # hysteresis
+                expected.backward()
+                session.backward()
+                if torch.distributed.get_rank() == 1:
+                    poison(session, float("inf"), pair)
+                assert session.step() == (False, None)
+            found.append((session.train(1), expected.train(1)))
+            chain = session.optimizer
+            scales = {float(optimizer.get_loss_scale()) for optimizer in chain.chained_optimizers}
+            assert scales == {2.0**9}, (pair, scales)
+            # A checkpoint of a run whose scales came apart: the loss was multiplied by the first.
+            scaler = chain.chained_optimizers[1].dense.grad_scaler
+            scaler._scale = scaler._scale * 4
+            found.append((session.train(1), expected.train(1)))
+    return found
+
+
+def test_an_overflow_backs_the_one_loss_scale_off_for_experts_and_dense_weights(results):
+    """Megatron's own optimizers of a chain have a scale each, and unscale by it what the first's has scaled."""
+    for pairs in results["_overflow_beside_experts"]:
+        for ours, expected in pairs:
+            assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(ours["weights"][name], value, rtol=0, atol=2e-4)
