@@ -233,6 +233,7 @@ def sharded_state_dict(optimizer: ForgeMegatronOptimizer, model_state: dict, is_
 
 
 def _expect_even_shards(names: dict[Tensor, str]) -> None:
+    """Megatron places a rank's shard by its number among equal ones, and would write the last rows elsewhere."""
     for p, name in names.items():
         if is_sharded(p) and p.shape[0] % p.device_mesh.size():
             raise NotImplementedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -263,33 +262,40 @@ def _resumed(case: Case, write, read) -> tuple[dict, dict]:
     return _state(first), _state(second)
 
 
+MASTERS = {"recipe": "fp32-master"}
+SAVED = {
+    "fp32": CASES["clipped"].with_forge(),
+    "bf16": HALF["clipped"].with_forge(),
+    "masters": HALF["clipped"].with_forge(**MASTERS),
+    "lion": CASES["in backward"].with_forge(rule="lion", hyperparameters={"lr": 1e-3}),
+}
+
+
+def _folder() -> str:
+    """One for all ranks."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
 @workers
 def _torch_dcp() -> dict:
     """As ``megatron.training`` does with ``--ckpt-format torch_dcp``: tensors are read in place."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
 
     def write(session):
         state = {"model": session.chunk.state_dict(), "optimizer": session.optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=folder[0])
+        dcp.save(state, checkpoint_id=(folder := _folder()))
+        return folder
 
-    def read(session, _):
+    def read(session, folder):
         optimizer = session.optimizer.state_dict(is_loading=True)
         state = {"model": session.chunk.state_dict(), "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=folder[0])
+        dcp.load(state, checkpoint_id=folder)
         session.chunk.load_state_dict(state["model"])
         session.optimizer.load_state_dict(state["optimizer"])
 
-    found = {}
     with layout(tp=1):
-        for name, case, options in (
-            ("fp32", CASES["clipped"], {}),
-            ("bf16", HALF["clipped"], {}),
-            ("masters", HALF["clipped"], {"recipe": "fp32-master"}),
-            ("lion", CASES["in backward"], {"rule": "lion", "hyperparameters": {"lr": 1e-3}}),
-        ):
-            found[name] = _resumed(case.with_forge(**options), write, read)
-    return found
+        return {name: _resumed(case, write, read) for name, case in SAVED.items()}
 
 
 @workers
@@ -297,26 +303,16 @@ def _torch_dist() -> dict:
     """Megatron's dist_checkpointing, which also reads in place, and then ``load_state_dict``."""
     from megatron.core import dist_checkpointing
 
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-
     def write(session):
-        Path(folder[0], name).mkdir(exist_ok=True)
-        dist_checkpointing.save(sharded(session, is_loading=False), f"{folder[0]}/{name}")
+        dist_checkpointing.save(sharded(session, is_loading=False), folder := _folder())
+        return folder
 
-    def read(session, _):
-        state = dist_checkpointing.load(sharded(session, is_loading=True), f"{folder[0]}/{name}")
+    def read(session, folder):
+        state = dist_checkpointing.load(sharded(session, is_loading=True), folder)
         session.optimizer.load_state_dict(state["optimizer"])
 
-    found = {}
     with layout(tp=1):
-        for name, case, options in (
-            ("fp32", CASES["clipped"], {}),
-            ("masters", HALF["clipped"], {"recipe": "fp32-master"}),
-            ("lion", CASES["in backward"], {"rule": "lion", "hyperparameters": {"lr": 1e-3}}),
-        ):
-            found[name] = _resumed(case.with_forge(**options), write, read)
-    return found
+        return {name: _resumed(case, write, read) for name, case in SAVED.items()}
 
 
 @workers
@@ -350,6 +346,24 @@ def test_a_resumed_run_is_bit_equal(results, ckpt_format):
         for name, (first, second) in rank.items():
             for key, value in first.items():
                 assert torch.equal(value, second[key]), (name, key)
+
+
+@workers
+def _uneven() -> str:
+    with layout(tp=1):
+        session = Run(replace(BASE, model={"ffn_hidden_size": 63}).with_forge())
+        session.train(1)
+        try:
+            session.optimizer.sharded_state_dict({})
+        except NotImplementedError as error:
+            return str(error)
+
+
+def test_shards_that_are_not_equal_are_not_described_to_dist_checkpointing(results):
+    for told in results["_uneven"]:
+        assert "linear_fc1" in told
+        assert "63 rows into 2 unequal shards" in told
+        assert "torch_dcp" in told
 
 
 # ---- what is refused
