@@ -284,6 +284,7 @@ class ForgeOptimizer(Tunable):
 
     def before_updates(self) -> None:
         """States for what is no longer frozen, and this window's hyperparameters."""
+        self._parameters.expect_groups(self.param_groups)
         self._skips.settle_counts()
         self.state = self._parameters.take_over(self.state, self.new_state)
         for p in self._parameters.without_states():
@@ -338,6 +339,7 @@ class ForgeOptimizer(Tunable):
         for book in self._books:
             book.expect_usable()
             book.expect_nothing_pending("save")
+        self._parameters.expect_groups(self.param_groups)
         self._skips.settle(wait=True)
         self.state = self._parameters.take_over(self.state, self.new_state)
         state_dict = super().state_dict()

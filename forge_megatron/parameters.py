@@ -64,6 +64,7 @@ class Parameters:
         self._random = random
         self._formats = [formats_of(group) for group in groups]
         self._groups = groups
+        self._members = [list(group["params"]) for group in groups]
         self._families = [rule_of(group, rule) for group in groups]
         self._rules = [family.variant(group) for family, group in zip(self._families, groups, strict=True)]
         self._group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
@@ -158,6 +159,28 @@ class Parameters:
             for p, made in self._made.items():
                 self._state[p] = {**state.get(p, {}), **made}
         return self._state
+
+    def expect_groups(self, groups: list[dict]) -> None:
+        """Raises if ``param_groups`` was edited: what was put in has no slot, and what was taken out still has one.
+
+        Args:
+            groups: the optimizer's now.
+
+        Raises:
+            RuntimeError: names a parameter where there is one; nothing has changed then.
+        """
+        kept = groups is self._groups and len(groups) == len(self._members)
+        pairs = zip(groups, self._members, strict=True) if kept else ()
+        if kept and all(len(g["params"]) == len(its) and all(map(is_, g["params"], its)) for g, its in pairs):
+            return
+        now = {p for group in groups for p in group["params"]}
+        gone = next((f"{label} was taken out" for p, label in self.labels.items() if p not in now), None)
+        new = next((f"a parameter {list(p.shape)} was put in" for p in now if p not in self.place), None)
+        raise RuntimeError(
+            f"optimizer.param_groups was edited: {gone or new or 'its groups are others'}; a group is added by "
+            "add_param_group(), requires_grad_(False) ends the steps of a parameter, and for other parameters or "
+            "groups call detach() and attach() again"
+        )
 
     def without_states(self) -> list[Tensor]:
         """The parameters that were frozen and are to be stepped now."""

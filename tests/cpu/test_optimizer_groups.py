@@ -229,6 +229,42 @@ def test_a_frozen_part_that_is_added_as_a_group_when_it_is_unfrozen(backend):
     assert all(row.fused for row in pair.optimizer.coverage if row.name.endswith("weight"))
 
 
+@pytest.mark.parametrize("waiting", [None, True])
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(3))), r"a parameter \[3\] was put in"),
+        (lambda groups: groups[0]["params"].pop(0), r"0\.weight was taken out"),
+        (lambda groups: groups.pop(), r"2\.weight was taken out"),
+        (lambda groups: groups[0]["params"].__setitem__(1, nn.Parameter(torch.ones(8))), r"0\.bias was taken out"),
+        (lambda groups: groups[1]["params"].append(groups[0]["params"].pop()), "its groups are others"),
+    ],
+)
+def test_groups_that_were_edited_are_refused_before_anything_has_changed(edit, what, waiting):
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-3, params=grouped(model), waiting=waiting)
+    loss = model(batch(5, 6)).square().mean()
+    before = [p.detach().clone() for p in model.parameters()]
+    edit(optimizer.param_groups)
+    with pytest.raises(RuntimeError, match=what):
+        optimizer.state_dict()
+    if waiting:
+        loss.backward()
+    with pytest.raises(RuntimeError, match=what):
+        optimizer.step() if waiting else loss.backward()
+    expect_bit_equal(before, list(model.parameters()))
+
+
+def test_groups_in_another_list_are_refused():
+    model = mlp(6, 8, 4)
+    optimizer = forge.attach(model, lr=1e-3)
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 1e-1}]
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"param_groups was edited.*detach\(\) and attach\(\) again"):
+        model(batch(5, 6)).square().mean().backward()
+    expect_bit_equal(before, list(model.parameters()))
+
+
 def test_a_group_is_not_added_while_a_backward_is_pending():
     model = mlp(6, 8, 4)
     optimizer = forge.attach(model, params=model[0].parameters(), lr=1e-3)
