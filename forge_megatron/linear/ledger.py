@@ -241,7 +241,7 @@ class Ledger:
         open_ = [owned for owned in wanted if owned.waits and (last is None or owned.micro_batches < last)]
         while open_:
             count_shared([(owned.factors, owned.micro_batches) for owned in open_])
-            to_come = {it: max(0, (kept or it.last_window) - it.micro_batches) for it in open_}
+            to_come = {it: max(0, (kept or it.expected_window()) - it.micro_batches) for it in open_}
             outgrown = [it for it, more in to_come.items() if it.factors.will_outgrow(it.micro_batches, more)]
             for owned in outgrown:
                 self.later(owned)

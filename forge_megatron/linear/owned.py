@@ -114,6 +114,7 @@ class OwnedWeight:
         uncounted: it has, and ``step`` does not say so yet; the end of the backward makes it.
         micro_batches: of this window, that its gradient is the sum of so far.
         last_window: of the last window that had any and was stepped; before the first, how many are expected of it.
+        scheduled: tells how many this window will have, where a trainer has a schedule of them; None: as the last.
         examined: number of graph tasks that had reached its optimizer when one last asked for its gradient.
         uses: its calls whose graphs are alive.
         bypassed: something reads it without calling its module, so it was stepped from ``.grad``.
@@ -136,6 +137,7 @@ class OwnedWeight:
         self._layout = (weight.dtype, weight.device, weight.shape)
         self.bypassed = False
         self.examined = self.micro_batches = self.last_window = 0
+        self.scheduled: Callable[[], int] | None = None
         self.clear()
         key = id(weight)
         _owners[key] = weakref.ref(self, lambda _: _owners.pop(key, None))
@@ -152,6 +154,10 @@ class OwnedWeight:
         self.waits = self.updated = self.uncounted = False
         self.micro_batches = 0
         self.updated_version: int | None = None
+
+    def expected_window(self) -> int:
+        """How many micro-batches this window is expected to have."""
+        return self.last_window if self.scheduled is None else self.scheduled()
 
     def release(self) -> None:
         """The weight belongs to nobody again; a backward through a graph from before is refused."""

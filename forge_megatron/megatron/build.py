@@ -284,7 +284,11 @@ def _forge(
         forge.register()
     for weight in owned:
         # As in every later window, so that a run that is resumed adds up in the same order.
-        forge.own(weight, layout.names[weight]).last_window = facts.num_microbatches
+        owned_weight = forge.own(weight, layout.names[weight])
+        owned_weight.last_window = facts.num_microbatches
+        if facts.microbatches_change:
+            # The length of the window before is in no checkpoint of Megatron's.
+            owned_weight.scheduled = num_microbatches_calculator.get_num_microbatches
     forge.synchronize()
     return forge
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from megatron_harness import Case, Run, Workers, gap, owned_state, run, train, train_both
+from megatron_harness import Case, Run, Workers, gap, load, owned_state, run, save, train, train_both
 
 # The processes of a file start once and share the machine with others.
 pytestmark = pytest.mark.timeout(900)
@@ -220,9 +221,13 @@ def test_sequential_experts_are_stepped_in_backward(results):
         assert owned == attention | experts | {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
-@workers
-def _ramp() -> tuple:
-    """Without clipping, so that nothing but the schedule tells that later windows have several micro-batches."""
+def _ramped(case: Case, last: int, *, save_at: int | None = None, folder: str = "", resume: bool = False) -> tuple:
+    """Trains up to step ``last``; the numbers of micro-batches, the losses and the weights at the end.
+
+    Args:
+        save_at: the step after which the run is saved in ``folder``.
+        resume: begin where ``folder`` ends, after the optimizer was built for another number.
+    """
     from megatron.core import num_microbatches_calculator as calculator
 
     init = calculator.init_num_microbatches_calculator
@@ -230,24 +235,32 @@ def _ramp() -> tuple:
     by_steps = "step_batch_size_schedule" in inspect.signature(init).parameters
     ramp = {"step_batch_size_schedule": "0:1 2:2 4:3"} if by_steps else {"rampup_batch_size": [1, 1, 4]}
     sizes = {"global_batch_size": 3, "micro_batch_size": 1, "data_parallel_size": 1}
-
-    def curve(case: Case) -> tuple:
-        init(**{"rank": 1, "rampup_batch_size": None, **sizes, **ramp})
-        try:
-            session, seen, consumed, losses = Run(case), 0, [], []
-            for _ in range(5):
-                calculator.update_num_microbatches(seen, consistency_check=False)
-                session.case = replace(case, micro_batches=calculator.get_num_microbatches())
-                consumed.append(session.case.micro_batches)
-                losses.append(session.backward())
-                session.step()
-                seen += session.case.micro_batches
-        finally:
-            calculator.unset_num_microbatches_calculator()
+    init(**{"rank": 1, "rampup_batch_size": None, **sizes, **ramp})
+    try:
+        session, seen, consumed, losses = Run(case), 0, [], []
+        if resume:
+            load(session, folder)
+        for step in range(1, last + 1):
+            calculator.update_num_microbatches(seen, consistency_check=False)
+            session.case = replace(case, micro_batches=calculator.get_num_microbatches())
+            seen += session.case.micro_batches
+            if resume and step <= save_at:
+                continue
+            consumed.append(session.case.micro_batches)
+            losses.append(session.backward())
+            session.step()
+            if step == save_at:
+                save(session, folder)
         return consumed, losses, session.weights()
+    finally:
+        calculator.unset_num_microbatches_calculator()
 
+
+@workers
+def _ramp() -> tuple:
+    """Without clipping, so that nothing but the schedule tells that later windows have several micro-batches."""
     case = Case(clip=0.0)
-    return curve(case), curve(case.with_forge())
+    return _ramped(case, 5), _ramped(case.with_forge(), 5)
 
 
 def test_a_batch_that_ramps_up(results):
@@ -256,3 +269,18 @@ def test_a_batch_that_ramps_up(results):
         assert gap(theirs[1], ours[1]) <= LOSS
         for weight, value in theirs[2].items():
             torch.testing.assert_close(ours[2][weight], value, rtol=0, atol=5e-5)
+
+
+def test_a_batch_that_ramps_up_is_resumed_bit_for_bit(tmp_path):
+    """A weight keeps the factors of two micro-batches and sums up those of three: in bf16 each sum is rounded."""
+    # Megatron-LM builds the optimizer for the number that the schedule ends with.
+    case = Case(micro_batches=3, layers=1, dtype=torch.bfloat16, model={"hidden_size": 128, "ffn_hidden_size": 128})
+    case = case.with_forge(accumulation_dtype=torch.bfloat16)
+    through = {"save_at": 2, "folder": str(tmp_path)}
+    ((consumed, losses, weights),) = run(1, partial(_ramped, case, 4, **through))
+    ((again, resumed_losses, resumed),) = run(1, partial(_ramped, case, 4, **through, resume=True))
+    assert consumed == [1, 1, 2, 3]
+    assert again == consumed[2:]
+    assert resumed_losses == losses[2:]
+    for name, value in weights.items():
+        assert torch.equal(value, resumed[name]), name
