@@ -1,5 +1,7 @@
 """Recipes: what a step of each store and state format leaves, against torch and fp64, and its bytes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -199,3 +201,26 @@ def test_a_master_is_an_fp32_number_whatever_its_bits():  # field log row 109
     # A weight of -0 minus 0 is -0, and so are all bits of the others.
     assert torch.equal(kept.view(torch.int32), bits)
     assert torch.equal(layer.weight.view(torch.int16), wanted.bfloat16().view(torch.int16))
+
+
+def test_a_difference_below_zero_is_nan_as_torchs():
+    """The mean of a gradient that does not vary, one bf16 above the root of the mean square."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).bfloat16()
+    twin = copy.deepcopy(model)
+    options = {"lr": 1e-2, "alpha": 1.0, "centered": True}
+    pairs = [
+        (model, forge.attach(model, "rmsprop", **options)),
+        (twin, torch.optim.RMSprop(twin.parameters(), **options)),
+    ]
+    for net, optimizer in pairs:
+        for first in (True, False):
+            net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            if first:
+                optimizer.step()
+                optimizer.zero_grad()
+                state = optimizer.state[net[0].weight]
+                state["square_avg"].fill_(1.0)
+                state["grad_avg"].fill_(1.0078125)
+        optimizer.step()
+    assert twin[0].weight.isnan().all()
+    assert torch.equal(model[0].weight.isnan(), twin[0].weight.isnan())

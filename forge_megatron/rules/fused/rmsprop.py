@@ -2,8 +2,9 @@
 
 Weight decay is L2. The states are ``square_avg``, ``grad_avg`` if ``centered`` and ``momentum_buffer`` with
 a ``momentum``. The variance of the centered form is a difference: where rounding makes it negative (states
-in bf16 do sooner) the root is NaN, as torch's is. 8-bit states of it are refused. Where
-a gradient varies by a tenth of its mean, its variance is a hundredth of ``square_avg``, of which a code has two digits:
+in bf16 do sooner) the root is NaN, as torch's is, and so is the weight: keep them in fp32. 8-bit states of it are
+refused. Where a gradient varies by a tenth of its mean, its variance is a hundredth of ``square_avg``, of which a code
+has two digits:
 between int8 codes the difference is below 0 for half of the coordinates, and e4m3 rounds a mean and the root of a mean
 square to the same code, so that ``eps`` alone is left of the root. No floor would mend that. What 8 bits could hold is
 the variance itself, ``v <- alpha v + alpha (1 - alpha) (g - grad_avg)^2``, the same number in exact arithmetic and
