@@ -33,7 +33,7 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
     Raises:
         RuntimeError: the trainer has an optimizer already.
         NotImplementedError: another optimizer than AdamW is asked for; several devices in one process; sharded states,
-            FSDP, DeepSpeed.
+            FSDP, DeepSpeed; a trainer that would drop this optimizer, or has param groups of its own.
     """
     args = trainer.args
     if trainer.optimizer is not None:
@@ -50,7 +50,22 @@ def attach(trainer: Trainer, **options) -> ForgeOptimizer:
         raise NotImplementedError(
             f"sharding={options['sharding']!r} with a Trainer, which saves the first rank's optimizer alone; omit it"
         )
-    cls, hyperparameters = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    if args.auto_find_batch_size:
+        raise NotImplementedError(
+            "auto_find_batch_size=True: after an out-of-memory error train() begins again without discarding the "
+            "broken window, of which weights may have been stepped; give per_device_train_batch_size"
+        )
+    if trainer.model_init is not None:
+        raise NotImplementedError(
+            "a Trainer with model_init= makes a new model and another optimizer when train() begins; give it model="
+        )
+    for name in ("create_optimizer", "create_optimizer_and_scheduler"):
+        if getattr(type(trainer), name) is not getattr(Trainer, name):
+            raise NotImplementedError(
+                f"{type(trainer).__name__} has a {name}() of its own, whose param groups would not be used; give them "
+                "to forge_megatron.attach(model, params=...), connect(trainer.accelerator), and set trainer.optimizer"
+            )
+    cls, hyperparameters = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     if cls is not torch.optim.AdamW or trainer.optimizer_cls_and_kwargs is not None:
         raise NotImplementedError(f"optim={args.optim!r}: FORGE's rule here is AdamW; use optim='adamw_torch'")
     for implementation in ("fused", "foreach"):

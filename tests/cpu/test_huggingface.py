@@ -202,13 +202,37 @@ def test_a_trainer_without_the_line_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"), [({"optim": "adafactor"}, "optim="), ({"optim": "sgd"}, "use optim='adamw_torch'")]
+    ("changes", "match"),
+    [
+        ({"optim": "adafactor"}, "optim="),
+        ({"optim": "sgd"}, "use optim='adamw_torch'"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .*give per_device_train_batch_size"),
+    ],
 )
 def test_what_a_trainer_cannot_be_given(tmp_path, changes, match):
     trainer = Trainer(model=llama(), args=arguments(tmp_path, **changes), train_dataset=texts(4))
     with pytest.raises(NotImplementedError, match=match):
         attach(trainer)
     assert type(trainer.model.lm_head) is nn.Linear
+
+
+def test_a_trainer_that_would_drop_the_optimizer_or_has_its_own_groups_is_refused(tmp_path):
+    """train() of the first makes a model and another optimizer anew; the second has a group for each layer."""
+
+    class Layerwise(Trainer):
+        def create_optimizer(self, *args, **kwargs):
+            raise AssertionError("not called")
+
+    fresh = Trainer(model_init=llama, args=arguments(tmp_path), train_dataset=texts(4))
+    layerwise = Layerwise(model=llama(), args=arguments(tmp_path), train_dataset=texts(4))
+    for trainer, match in (
+        (fresh, "model_init=.*give it model="),
+        (layerwise, r"Layerwise has a create_optimizer\(\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            attach(trainer)
+        assert type(trainer.model.lm_head) is nn.Linear
+        assert trainer.optimizer is None
 
 
 class TestAccelerate:
