@@ -29,10 +29,11 @@ from forge_megatron.groups import complete, joining, named_parameters
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
+from forge_megatron.marker import mark_groups, marker, told_by
 from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules.whole import Whole
-from forge_megatron.state import exported, load_state, marker
+from forge_megatron.state import exported, load_state
 from forge_megatron.tuning import Tunable
 
 
@@ -346,6 +347,7 @@ class ForgeOptimizer(Tunable):
         state_dict["forge"] = marker(self)
         if self._plan.sharding == "states":
             self._sums.label_states(state_dict, dict(enumerate(self._parameters.all)), full=full)
+        mark_groups(self, state_dict, any_length=self._plan.micro_batches is None)
         return state_dict
 
     def exported_state(self, p: Tensor) -> dict[str, Tensor]:
@@ -371,7 +373,7 @@ class ForgeOptimizer(Tunable):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         if self._plan.sharding == "states":
-            self._sums.expect_own(state_dict)
+            self._sums.expect_own(told_by(state_dict))
         self.state = self._parameters.take_over(self.state, self.new_state)
         window = self._ledger.has_window()
         load_state(self, state_dict, convert)

@@ -16,8 +16,7 @@ from forge_megatron.formats.noise import VERSION
 from forge_megatron.formats.state import is_scale
 from forge_megatron.groups import rule_of
 from forge_megatron.kernels import Slot, is_sharded, shard_like
-from forge_megatron.linear import OwnedWeight
-from forge_megatron.random_bits import RandomBits
+from forge_megatron.marker import KEY, Saved, keys_by_name, told_by
 from forge_megatron.rules import Rule
 from forge_megatron.rules.whole import WHOLE, Whole
 
@@ -27,15 +26,8 @@ _IMPLEMENTATION_KEYS = {"foreach", "fused", "capturable", "differentiable"}
 _EVERY_VERSION = {"lr", "betas", "eps", "weight_decay", "momentum"}
 
 
-class Restorable(Protocol):
+class Restorable(Saved, Protocol):
     """What loading asks of the optimizer."""
-
-    rule: Rule
-    names: Mapping[Tensor, str]
-    param_groups: list[dict]
-    state: Mapping[Tensor, dict[str, Tensor]]
-    owned: Mapping[Tensor, OwnedWeight]
-    random: RandomBits
 
     def new_state(self, p: Tensor, label: str) -> dict[str, Tensor]:
         """The states that ``p`` would have; changes nothing."""
@@ -110,15 +102,6 @@ def _expect_codes(rule: Rule, state_format: StateFormat, label: str) -> None:
         )
 
 
-def marker(optimizer: Restorable) -> dict:
-    """What a checkpoint says of the optimizer besides torch's two entries."""
-    frozen = [index for index, p in enumerate(optimizer.names) if p not in optimizer.state]
-    random = {"seed": optimizer.random.seed, "random": VERSION}
-    # How long a window was decides what the next one keeps, and so the order of its sums.
-    windows = [optimizer.owned[p].last_window if p in optimizer.owned else 0 for p in optimizer.names]
-    return {"version": 1, "rule": optimizer.rule.name, "frozen": frozen, "windows": windows, **random}
-
-
 def exported(slot: Slot, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` as a checkpoint of another optimizer has it: without master and scales, 8-bit states in fp32.
 
@@ -137,8 +120,8 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     missing = {"state", "param_groups"} - state_dict.keys()
     if missing:
         raise ValueError(f"not an optimizer's state_dict: it has no {', '.join(map(repr, sorted(missing)))}")
-    ours = state_dict.get("forge")
-    _expect_same_random_bits(optimizer, ours or {})
+    ours, told = state_dict.get(KEY), told_by(state_dict)
+    _expect_same_random_bits(optimizer, told)
     saved_groups = state_dict["param_groups"]
     sources = _match(optimizer, saved_groups)
     strangers = state_dict["state"].keys() - set(sources.values())
@@ -163,6 +146,7 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
                 restored[p] = {k: v for k, v in optimizer.new_state(p, label).items() if k != "master"}
             continue
         own = optimizer.state[p] if p in optimizer.state else optimizer.new_state(p, label)
+        _expect_known_rows(optimizer, rules[p], p, entry, told)
         entry = _held(optimizer, p, own, entry)
         made = {"master"} if ours is None else set()
         if convert:
@@ -187,11 +171,24 @@ def load_state(optimizer: Restorable, state_dict: dict, convert: bool) -> None:
     if converted and not (ours or {}).get("exported"):
         pairs = ", ".join(f"{ours} to {theirs}" for ours, theirs in sorted(converted))
         warnings.warn(f"states of the checkpoint were converted from {pairs}", stacklevel=3)
-    optimizer.random.seed = (ours or {}).get("seed", optimizer.random.seed)
-    windows = (ours or {}).get("windows", ())
+    optimizer.random.seed = told.get("seed", optimizer.random.seed)
+    windows = told.get("windows", {})
     for p, key in sources.items():
-        if p in optimizer.owned and key in range(len(windows)):
+        if p in optimizer.owned and key in windows:
             optimizer.owned[p].last_window = windows[key]
+
+
+def _expect_known_rows(optimizer: Restorable, rule: Rule, p: Tensor, entry: Mapping, told: Mapping) -> None:
+    """Raises if ``entry`` has some rank's rows of a weight, and nothing says whose."""
+    shape = p.shape if is_sharded(p) else optimizer.held(p).shape
+    if shape == p.shape or told.keys() & {"shard", "exported"}:
+        return
+    for name in (*rule.states, "master"):
+        if getattr(entry.get(name), "shape", None) == shape:
+            raise ValueError(
+                f"{optimizer.names[p]}: {name} is a rank's rows in the checkpoint, which does not say of which "
+                "rank; save state_dict(full=True)"
+            )
 
 
 def _held(optimizer: Restorable, p: Tensor, own: Mapping, entry: Mapping) -> dict:
@@ -232,7 +229,7 @@ def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by
     writer = saved.get("rule", written_by or family.name)
     if writer != family.name:
         raise ValueError(f"the checkpoint was written by rule {writer!r}, not {family.name!r}")
-    kept = {"params", "param_names", "rule", *FORMAT_KEYS, *_IMPLEMENTATION_KEYS}
+    kept = {"params", "param_names", "rule", KEY, *FORMAT_KEYS, *_IMPLEMENTATION_KEYS}
     loaded = {key: value for key, value in saved.items() if key not in kept}
     merged = {**group, **loaded}
     expected = {"lr", *family.defaults} if written_by is not None else {"lr", *family.defaults} & _EVERY_VERSION
@@ -267,7 +264,7 @@ def _match(optimizer: Restorable, saved_groups: list[dict]) -> dict[Tensor, obje
                     f"group {index}: the checkpoint and the model differ in {', '.join(missing[:5])}"
                     + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
                 )
-            by_name = dict(zip(saved_names, keys, strict=True))
+            by_name = keys_by_name(saved, f"group {index}")
             sources.update((p, by_name[name]) for p, name in zip(params, names, strict=True))
         elif len(params) != len(keys):
             raise ValueError(f"group {index}: the checkpoint has {len(keys)} parameters, the model {len(params)}")

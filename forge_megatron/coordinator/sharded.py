@@ -123,13 +123,14 @@ class ShardedStates(PartialSums):
         whole = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)]).view(mine.dtype)
         return whole if is_scale(name) else whole.reshape(p.shape)
 
-    def expect_own(self, state_dict: dict) -> None:
-        """Raises ``ValueError`` if the states are another rank's rows."""
-        shard = state_dict.get("forge", {}).get("shard")
+    def expect_own(self, told: Mapping) -> None:
+        """Raises ``ValueError`` if the states, by what their checkpoint has told of them, are another rank's rows."""
+        shard = told.get("shard")
         if shard is not None and (shard["rank"], shard["of"]) != (self.ranks.rank, self.ranks.size):
             raise ValueError(
                 f"the checkpoint has the states of rank {shard['rank']} of {shard['of']}, and this is rank "
-                f"{self.ranks.rank} of {self.ranks.size}; for another number of ranks save state_dict(full=True)"
+                f"{self.ranks.rank} of {self.ranks.size}; for another number of ranks, or one file of all, "
+                "save state_dict(full=True)"
             )
 
     def _gather_weights(self, bucket: Bucket, buffer: Tensor) -> Route:

@@ -22,6 +22,7 @@ ORDER = [
     "forge_megatron.replaced",
     "forge_megatron.parameters",
     "forge_megatron.blocks_of_shards",
+    "forge_megatron.marker",
     "forge_megatron.state",
     "forge_megatron.reports",
     "forge_megatron.ranks",

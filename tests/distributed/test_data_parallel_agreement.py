@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import forge_megatron as forge
 from tests.distributed.ranks import Workers
@@ -239,6 +240,26 @@ def a_rank_that_stops_where_shards_are_summed():
             assert time.monotonic() - start < 9
         dist.barrier()
         del optimizer
+
+
+@workers
+def rows_that_torchs_functions_save():
+    """They keep of a state_dict its states and groups: what does not say whose rows it has is refused."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = attach(model, sharding="states")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    own = get_optimizer_state_dict(model, optimizer)
+    everywhere: list = [None, None]
+    dist.all_gather_object(everywhere, own)
+    set_optimizer_state_dict(model, optimizer, own)
+    with pytest.raises(ValueError, match=r"states of rank [01] of 2, and this is rank .*state_dict\(full=True\)"):
+        set_optimizer_state_dict(model, optimizer, everywhere[1 - dist.get_rank()])
+    for group in own["param_groups"]:
+        del group["forge"]
+    with pytest.raises(ValueError, match=r"0\.weight: exp_avg is a rank's rows .*state_dict\(full=True\)"):
+        set_optimizer_state_dict(model, optimizer, own)
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in workers.functions])

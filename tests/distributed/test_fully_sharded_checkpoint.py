@@ -36,7 +36,13 @@ def mixed(seed: int = 0):
     return net, attach(net)
 
 
-SETUPS = {"masters": masters, "mixed": mixed}
+def rounded(seed: int = 0):
+    """bf16 weights that are rounded stochastically: a resumed run goes on with the seed of the checkpoint."""
+    net = shard(Net(seed=seed).bfloat16())
+    return net, attach(net, weight_store="stochastic", seed=7 + seed)
+
+
+SETUPS = {"masters": masters, "mixed": mixed, "rounded": rounded}
 
 
 def load(net, optimizer, folder: str, options: StateDictOptions | None = None) -> None:
