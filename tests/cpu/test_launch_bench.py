@@ -138,10 +138,14 @@ def test_a_rule_that_steps_by_a_sign_is_compared_step_by_step(monkeypatch, name)
     noisy = in_other_roundings(arms.get(f"{name}-reference").attach)
     arm = dataclasses.replace(arms.get(f"forge-{name}"), attach=noisy)
     monkeypatch.setitem(arms.ARMS, "stepwise", arm)
-    monkeypatch.setitem(arms.ARMS, "alone", dataclasses.replace(arm, stepwise=False))
-    alone = parity.parity("alone", "llama", "cpu")
-    assert parity.parity("stepwise", "llama", "cpu")["distance"] < min(PARITY_BOUND, alone["distance"] / 3)
-    assert name != "lion" or not alone["passed"]
+    stepwise = parity.parity("stepwise", "llama", "cpu")
+    assert stepwise["distance"] < PARITY_BOUND
+    if name == "lion":
+        # Whether a sign of the others' first steps flips, after which they shrink, hangs on the processor's own sums.
+        monkeypatch.setitem(arms.ARMS, "alone", dataclasses.replace(arm, stepwise=False))
+        alone = parity.parity("alone", "llama", "cpu")
+        assert not alone["passed"]
+        assert stepwise["distance"] < alone["distance"] / 3
 
 
 @pytest.mark.parametrize(
