@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from forge_megatron.formats import FORMAT_KEYS, Fp8Weight, resolve_group
+from forge_megatron.formats import FORMAT_KEYS, WEIGHT_DTYPES, Fp8Weight, resolve_group
 from forge_megatron.kernels import is_sharded
 from forge_megatron.linear import owner_of
 from forge_megatron.linear.ownership import reason_not_fused
@@ -49,7 +49,8 @@ def store_as_codes(model: nn.Module, optimizer: Governed, options: Mapping) -> b
     stored = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if resolve_group(p.dtype, group, formats)[1].name != "fp8":
+            # A frozen weight of another library may have any dtype: a quantised base under adapters.
+            if p.dtype not in WEIGHT_DTYPES or resolve_group(p.dtype, group, formats)[1].name != "fp8":
                 continue
             if is_sharded(p):
                 raise NotImplementedError(

@@ -20,6 +20,9 @@ RECIPES = {
     "fp8-weight": ("bf16", "fp8"),
 }
 
+#: Those that a weight can be stepped in.
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 #: What a param group may say of formats.
 FORMAT_KEYS = ("recipe", "state_format", "weight_store")
 
@@ -47,7 +50,7 @@ def resolve_recipe(
         TypeError: ``dtype`` is not one that weights can have, or not one that the store rounds to.
         ValueError: an unknown name, or ``recipe`` beside one of its parts.
     """
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in WEIGHT_DTYPES:
         raise TypeError(f"a weight of dtype {dtype} has no recipe; use float32, bfloat16, float16")
     if recipe is None:
         default = "bf16" if dtype is torch.bfloat16 else "fp32"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..formats import Noise, StateFormat, state_format, state_format_of
+from ..formats import WEIGHT_DTYPES, Noise, StateFormat, state_format, state_format_of
 from ..formats.code import SCALE_DTYPE, Code, scale_shape
 from ..formats.noise import WORDS
 from ..formats.weight import Fp8Weight
@@ -20,8 +20,6 @@ from .norms import LateNorms
 #: ``(dY [T, O], X [T, I])``: the factors of one use of a weight. Any strides; T may be 0. An embedding's
 #: are ``(ids [T], dE [T, I])``, int64 ids for the one-hot rows of dY; see :mod:`.lookups`.
 Segment = tuple[Tensor, Tensor]
-
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass

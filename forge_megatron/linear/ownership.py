@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from forge_megatron.formats import Fp8Weight
+from forge_megatron.formats import WEIGHT_DTYPES, Fp8Weight
 from forge_megatron.kernels import local
 from forge_megatron.linear.grouped import ForgeGroupedLinear, GroupedLinear
 from forge_megatron.linear.hooks import has_gradient_hook
 from forge_megatron.linear.modules import ForgeLinear
 from forge_megatron.linear.routed import TORCH_IMPLEMENTATIONS, ForgeRoutedExperts
-
-FUSABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reason_not_fused(module: nn.Module) -> str | None:
@@ -66,7 +64,7 @@ def reason_not_owned(module: nn.Module, name: str = "weight") -> str | None:
         return "the weight is not a parameter (weight_norm, pruning)"
     if type(weight) not in (nn.Parameter, Fp8Weight):
         return f"the weight is a {type(weight).__name__}"
-    if weight.dtype not in FUSABLE_DTYPES:
+    if weight.dtype not in WEIGHT_DTYPES:
         return f"dtype {weight.dtype}"
     if has_gradient_hook(weight):
         return "a gradient hook is registered on the weight"

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 
+from forge_megatron.formats import WEIGHT_DTYPES
 from forge_megatron.linear import has_gradient_hook
-from forge_megatron.linear.ownership import FUSABLE_DTYPES
 from forge_megatron.megatron.domains import is_expert
 from forge_megatron.megatron.experts import ExpertLinear, GroupedExperts
 from forge_megatron.megatron.layers import (
@@ -108,7 +108,7 @@ def _reason_kept(module: nn.Module, weight: nn.Parameter) -> str | None:
         return f"clipped by a norm of its own ({weight.grad_norm_group})"
     if getattr(weight, "shared_embedding", False):
         return "tied over pipeline stages: Megatron sums its two gradients"
-    if weight.dtype not in FUSABLE_DTYPES:
+    if weight.dtype not in WEIGHT_DTYPES:
         return f"dtype {weight.dtype}"
     if has_gradient_hook(weight):
         return "a gradient hook is registered on the weight"

@@ -1,5 +1,7 @@
 """Frozen and unused parameters in public faults."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +165,43 @@ def test_every_parameter_counts_its_own_steps(backend):  # field log row 50
         # torch rounds bf16 between the parts of a step, and sums bf16 gradients; ours rounds once.
         atol = 1e-6 if ours.dtype is torch.float32 else 8e-3
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Quantised(nn.Linear):
+    """A frozen base of codes with a scale, which it multiplies by as its library does, under a low-rank adapter."""
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__(width, width, bias=False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.weight = nn.Parameter((self.weight.detach() * 100).to(dtype), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) / 100).T + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-weight"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_adapters_over_a_frozen_base_of_another_dtype(dtype, recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(Quantised(8, dtype), nn.Tanh(), Quantised(8, dtype))
+    codes = (torch.arange(64).view(8, 8) % 3).to(dtype)
+    for layer in (model[0], model[2]):
+        layer.weight.data = codes.clone()
+    twin = copy.deepcopy(model)
+    optimizer = forge.attach(model, lr=1e-2, recipe=recipe)
+    reference = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(3):
+        for net, stepper in ((model, optimizer), (twin, reference)):
+            losses.append(net(torch.ones(4, 8)).square().mean())
+            losses[-1].backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert all(torch.equal(layer.weight, codes) for layer in (model[0], model[2]))
+    assert [row.how for row in optimizer.coverage if row.name == "0.weight"] == ["frozen"]
+    if recipe is None:
+        torch.testing.assert_close(losses[0::2], losses[1::2], rtol=1e-6, atol=0)
+    assert losses[4] < losses[2] < losses[0]
+    resumed = forge.attach(copy.deepcopy(model), lr=1e-2, recipe=recipe)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert len(resumed.state) == len(optimizer.state) == 4
