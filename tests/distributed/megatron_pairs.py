@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_harness import gap
+from megatron_harness import Case, Run, gap
 
 #: Gate MG's bound for fp32.
 LOSS = 2e-6
@@ -38,3 +38,18 @@ def expect_bit_equal(one: dict, other: dict, names: list[str]) -> None:
         assert one[name][1]["losses"] != other[name][1]["losses"]
         for weight, value in one[name][1]["weights"].items():
             assert torch.equal(value, other[name][1]["weights"][weight]), (name, weight)
+
+
+def once_and_rerun(case: Case) -> tuple[list[float], list[float]]:
+    """Losses of steps, and of steps whose batch Megatron's rerun state machine runs forward and backward twice."""
+    once, twice = Run(case), Run(case)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        losses[0].append(once.backward())
+        once.step()
+        position = twice.generator.get_state()
+        twice.backward()
+        twice.generator.set_state(position)
+        losses[1].append(twice.backward())
+        twice.step()
+    return losses

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron_harness import Case, Run, Workers, layout, load_schedule, train, train_both
-from megatron_pairs import expect_bit_equal, expect_equal
+from megatron_pairs import expect_bit_equal, expect_equal, once_and_rerun
 from megatron_saving import sharded
 from sharded_nets import whole
 
@@ -224,20 +224,9 @@ def test_frozen_parameters(results):
 
 
 @workers
-def _rerun() -> tuple[list, list]:
-    """Forward and backward of a batch are run twice, as Megatron's rerun state machine does before a step."""
+def _rerun() -> tuple[list[float], list[float]]:
     with layout(tp=1):
-        once, twice = (Run(CASES["clipped"].with_forge()) for _ in range(2))
-        losses: tuple[list, list] = ([], [])
-        for _ in range(3):
-            losses[0].append(once.backward())
-            once.step()
-            position = twice.generator.get_state()
-            twice.backward()
-            twice.generator.set_state(position)
-            losses[1].append(twice.backward())
-            twice.step()
-        return losses
+        return once_and_rerun(CASES["clipped"].with_forge())
 
 
 def test_rerun_before_step(results):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_harness import BATCH, SEQUENCE, Case, Run, Workers, gap, owned_state, poison, run, train
+from megatron_pairs import once_and_rerun
 
 # The processes of a file start once and share the machine with others.
 pytestmark = pytest.mark.timeout(900)
@@ -89,22 +90,11 @@ def test_skip_threshold_changes_nothing(results):
 
 
 @workers
-def _rerun() -> tuple[list, list]:
-    once, twice = Run(FORGE), Run(FORGE)
-    losses: tuple[list, list] = ([], [])
-    for _ in range(3):
-        losses[0].append(once.backward())
-        once.step()
-        position = twice.generator.get_state()
-        twice.backward()
-        twice.generator.set_state(position)
-        losses[1].append(twice.backward())
-        twice.step()
-    return losses
+def _rerun() -> tuple[list[float], list[float]]:
+    return once_and_rerun(FORGE)
 
 
 def test_rerun_before_step(results):
-    """Megatron's rerun state machine runs forward and backward again on the same batch before step()."""
     for once, twice in results["_rerun"]:
         assert once == twice
 
