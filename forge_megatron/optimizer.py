@@ -29,7 +29,7 @@ from forge_megatron.groups import complete, joining, named_parameters
 from forge_megatron.linear import FusedStep, Ledger, OwnedWeight, accumulates
 from forge_megatron.linear.attached import unfuse
 from forge_megatron.linear.ownership import expect_separate_storage, expect_steppable
-from forge_megatron.marker import mark_groups, marker, told_by
+from forge_megatron.marker import KEY, mark_groups, marker, told_by
 from forge_megatron.parameters import Parameters
 from forge_megatron.random_bits import RandomBits
 from forge_megatron.rules.whole import Whole
@@ -344,7 +344,7 @@ class ForgeOptimizer(Tunable):
         self._skips.settle(wait=True)
         self.state = self._parameters.take_over(self.state, self.new_state)
         state_dict = super().state_dict()
-        state_dict["forge"] = marker(self)
+        state_dict[KEY] = marker(self)
         if self._plan.sharding == "states":
             self._sums.label_states(state_dict, dict(enumerate(self._parameters.all)), full=full)
         mark_groups(self, state_dict, any_length=self._plan.micro_batches is None)

@@ -156,9 +156,10 @@ def get_forge_optimizer(
     waits = _choose_update(options.update, reasons_to_wait(facts))
     if facts.fully_sharded:
         fully_sharded.expect_steppable(model_chunks, _rule(config, options), options)
+        taken = fully_sharded.trained(model_chunks)
     else:
-        expect_matrices(_rule(config, options), _owned(conversions))
-    taken = fully_sharded.trained(model_chunks) if facts.fully_sharded else _owned(conversions)
+        taken = _owned(conversions)
+        expect_matrices(_rule(config, options), taken)
 
     for weight in taken:
         weight.requires_grad_(False)
