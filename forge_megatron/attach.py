@@ -21,6 +21,7 @@ from forge_megatron.linear.routed import ForgeRoutedExperts, weights_of_routed
 from forge_megatron.optimizer import ForgeOptimizer
 from forge_megatron.vocab import ForgeEmbedding
 from forge_megatron.vocab import embedding as vocab_embedding
+from forge_megatron.wrapped import stay_beside_ddp
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -78,15 +79,8 @@ def attach(
     tensors = itertools.chain(model.parameters(), model.buffers())
     optimizer.synchronize([part for tensor in tensors for part in in_memory(tensor)])
     if options.get("process_group") is not None:
-        _hide_from_ddp(model, optimizer)
+        stay_beside_ddp(model, optimizer)
     return optimizer
-
-
-def _hide_from_ddp(model: nn.Module, optimizer: ForgeOptimizer) -> None:
-    """Makes a DistributedDataParallel that is built around ``model`` later leave owned weights alone."""
-    known = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    owned = [name for name, p in model.named_parameters(remove_duplicate=False) if p in optimizer.owned]
-    model._ddp_params_and_buffers_to_ignore = [*known, *owned]
 
 
 def own_weights(model: nn.Module, optimizer: ForgeOptimizer) -> None:

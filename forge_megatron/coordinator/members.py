@@ -71,11 +71,16 @@ class Members:
             What it reduces.
 
         Raises:
-            NotImplementedError: it would reduce owned weights, which have no ``.grad``.
+            NotImplementedError: it would reduce owned weights, which have no ``.grad``; or inside its ``join()``.
             ValueError: it has another number of ranks.
             RuntimeError: inside ``no_sync()``, where updates do not wait.
         """
         if torch.is_grad_enabled():
+            if wrapper._join_config.enable:
+                raise NotImplementedError(
+                    "DistributedDataParallel.join(): on a rank whose data has ended it runs the wrapper's collectives "
+                    "and not the sums of owned weights; without join(), give a rank whose data has ended an empty batch"
+                )
             self._unsynced = not wrapper.require_backward_grad_sync
             if self._unsynced and not self._waits:
                 raise RuntimeError(

@@ -31,6 +31,7 @@ ORDER = [
     "forge_megatron.capture",
     "forge_megatron.tuning",
     "forge_megatron.optimizer",
+    "forge_megatron.wrapped",
     "forge_megatron.attach",
     "forge_megatron",
     "forge_megatron.megatron",
