@@ -11,6 +11,8 @@ CONSTRAINTS := requirements/constraints.txt
 MACHINE := $(shell uname -m)
 # Each process of a test computes on one core: two of them side by side are faster than one on two cores.
 export OMP_NUM_THREADS ?= 1
+# Images of containers set it. Here each of some hundred processes would compile torch and Megatron for itself, for 9 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 PYTEST_ARGS ?=
 # A file's tests share what it sets up; the long files come first (tests/conftest.py), so that both ends come together.
@@ -60,7 +62,7 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-# --no-compile: Python compiles what is imported, a part of what pip would compile, one file after the other.
+# --no-compile: Python compiles what is imported, and keeps it: a part of what pip would compile, one file after the other.
 $(VENV)/run.stamp: setup.py pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 2; }
