@@ -47,12 +47,9 @@ class CudaGraphs:
             generators: that it draws from besides the device's own.
         """
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
         with (
             kernels.reserved(table_bytes, self.stream.device) as tables,
-            # Other threads pin memory and ask NCCL's events meanwhile, which would end a capture of the whole process.
-            torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+            kernels.recorded(graph, self._pool, self.stream, generators),
         ):
             made = function()
 

@@ -8,6 +8,7 @@ from .entrance import without_autocast
 from .grouped_rows import GroupedRows
 from .lookups import is_lookup
 from .norms import LateNorms, settle
+from .recording import recorded
 from .replays import leave_out, replay_bytes
 from .shard import is_sharded, local, origin_of, placed_as, shard_like
 from .slot import Segment, Slot, without_norm
@@ -33,6 +34,7 @@ __all__ = [
     "of_rows",
     "origin_of",
     "placed_as",
+    "recorded",
     "replay_bytes",
     "reserved",
     "resolve_backend",

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..rules.stages import Stages
 from ..rules.whole import WHOLE, Whole
 from .backend import resolve_backend
+from .recording import recorded
 from .slot import Slot
 from .uploads import is_capturing
 
@@ -104,12 +105,8 @@ class Replays(Whole):
 
         graph = torch.cuda.CUDAGraph()
         try:
-            # A capture that fails leaves its own stream the current one.
-            with torch.cuda.stream(torch.cuda.current_stream(self.device)):
-                # Other threads' allocations and NCCL's events would end a capture of the whole process.
-                how = {"pool": self._pool, "stream": self._beside, "capture_error_mode": "thread_local"}
-                with torch.cuda.graph(graph, **how):
-                    in_place()
+            with recorded(graph, self._pool, self._beside):
+                in_place()
         except RuntimeError as error:
             warnings.warn(
                 f"a matrix stage of {list(u.shape)} could not be captured as a CUDA graph and is launched as it is, "

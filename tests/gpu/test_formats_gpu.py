@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
 import code_cases
+import exact_steps
 import test_fp8_weight
 import test_fp8_weight_regimes
 import test_hopper_formats_gpu
@@ -66,7 +67,7 @@ def test_a_scratch_of_some_rows_has_the_bits_of_a_whole_one(storage, monkeypatch
     torch.manual_seed(0)
     shape = (1000, 272)
     segments = test_hopper_formats_gpu.factors(shape)
-    first = test_hopper_formats_gpu.make(shape, "bf16" if storage == "int8" else storage)
+    first = exact_steps.make(shape, "bf16" if storage == "int8" else storage)
     if storage == "int8":
         state = {}
         for name in first.rule.states:
@@ -74,12 +75,12 @@ def test_a_scratch_of_some_rows_has_the_bits_of_a_whole_one(storage, monkeypatch
         states = [state[each] for each in first.rule.states]
         scales = [state[scale_name(each)] for each in first.rule.states]
         first = replace(first, states=tuple(states), scales=tuple(scales))
-    second = test_hopper_formats_gpu.copied(first)
+    second = exact_steps.copied(first)
     for each, nbytes in ((first, 1 << 28), (second, 4 * 272 * 300)):
         monkeypatch.setattr(cublas_wgrad, "SCRATCH_BYTES", nbytes)
         for _ in range(2):
             wgrad_step(each, segments, multiplier=torch.tensor(2.0**-9, device="cuda"), backend="cublas")
-    assert not test_hopper_formats_gpu.differences(second, first)
+    assert not exact_steps.differences(second, first)
     assert all(map(torch.equal, second.scales, first.scales))
     torch.testing.assert_close(second.norm_sq, first.norm_sq, rtol=1e-5, atol=0.0)
 
@@ -88,8 +89,8 @@ def test_random_bits_of_a_part_are_this_steps():
     """A launch remembers where a part's words are, and another step's must be there then."""
     torch.manual_seed(0)
     segments = test_hopper_formats_gpu.factors((512, 256))
-    whole = test_hopper_formats_gpu.make((512, 256), "sr-store")
-    parts = test_hopper_formats_gpu.copied(whole)
+    whole = exact_steps.make((512, 256), "sr-store")
+    parts = exact_steps.copied(whole)
     for step in (3, 4, 5):
         row = torch.tensor(words(whole.noise.origin, 256, 7, step), device="cuda")
         whole.noise.words.copy_(row)
