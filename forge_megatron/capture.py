@@ -27,7 +27,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         kernels.leave_out(self.stream)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = kernels.GraphMemory()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with (
             kernels.reserved(table_bytes, self.stream.device) as tables,
-            kernels.recorded(graph, self._pool, self.stream, generators),
+            self._memory.recorded(graph, self.stream, generators),
         ):
             made = function()
 

@@ -8,7 +8,7 @@ from .entrance import without_autocast
 from .grouped_rows import GroupedRows
 from .lookups import is_lookup
 from .norms import LateNorms, settle
-from .recording import recorded
+from .recording import GraphMemory
 from .replays import leave_out, replay_bytes
 from .shard import is_sharded, local, origin_of, placed_as, shard_like
 from .slot import Segment, Slot, without_norm
@@ -19,6 +19,7 @@ from .uploads import TABLE_BYTES_OF_A_PIECE, reserved, table_bytes, upload, writ
 __all__ = [
     "TABLE_BYTES_OF_A_PIECE",
     "FormedRows",
+    "GraphMemory",
     "GroupedRows",
     "LateNorms",
     "Normaliser",
@@ -34,7 +35,6 @@ __all__ = [
     "of_rows",
     "origin_of",
     "placed_as",
-    "recorded",
     "replay_bytes",
     "reserved",
     "resolve_backend",

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..rules.stages import Stages
 from ..rules.whole import WHOLE, Whole
 from .backend import resolve_backend
-from .recording import recorded
+from .recording import GraphMemory
 from .slot import Slot
 from .uploads import is_capturing
 
@@ -50,7 +50,7 @@ class Replays(Whole):
         self.lock = threading.Lock()
         self.device, self.stream = device, stream
         self._beside = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graph_memory = GraphMemory()
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
         self._views: dict[tuple[int, ...], Tensor] = {}
         self._graphs: dict[tuple, Callable[[], None] | None] = {}
@@ -92,7 +92,7 @@ class Replays(Whole):
     def nbytes(self) -> int:
         """Device memory of the scratch and of what the graphs write, with cuBLAS's workspace."""
         segments = torch.cuda.memory_snapshot()
-        of_graphs = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        of_graphs = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in self._graph_memory.pools)
         return self._memory.nbytes + sum(of_graphs)
 
     def _record(self, u: Tensor, function: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -105,7 +105,7 @@ class Replays(Whole):
 
         graph = torch.cuda.CUDAGraph()
         try:
-            with recorded(graph, self._pool, self._beside):
+            with self._graph_memory.recorded(graph, self._beside):
                 in_place()
         except RuntimeError as error:
             warnings.warn(

@@ -89,7 +89,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once(known, monkeypat
         yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(replays, "recorded", failing)
+    monkeypatch.setattr(known._graph_memory, "recorded", failing)
     u = known.scratch((1, 3, 2))[0].fill_(1.0)
     known.transform(u, torch.neg, torch.float32).fill_(1.0)
     with pytest.warns(UserWarning, match=r"\[3, 2\] could not be captured .* not permitted") as warned:
