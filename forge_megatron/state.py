@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Protocol
@@ -230,7 +231,8 @@ def _hyperparameters(optimizer: Restorable, group: dict, saved: dict, written_by
     if writer != family.name:
         raise ValueError(f"the checkpoint was written by rule {writer!r}, not {family.name!r}")
     kept = {"params", "param_names", "rule", KEY, *FORMAT_KEYS, *_IMPLEMENTATION_KEYS}
-    loaded = {key: value for key, value in saved.items() if key not in kept}
+    # A schedule writes to a tensor in place, which must not be the checkpoint's.
+    loaded = {key: copy.deepcopy(value) for key, value in saved.items() if key not in kept}
     merged = {**group, **loaded}
     expected = {"lr", *family.defaults} if written_by is not None else {"lr", *family.defaults} & _EVERY_VERSION
     missing = sorted(expected - saved.keys())

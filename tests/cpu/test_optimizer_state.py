@@ -1,5 +1,6 @@
 """State that somebody replaces: ``state[p][name] = tensor`` as offloading does, ``clear()``, a new mapping."""
 
+import copy
 from collections import defaultdict
 
 import pytest
@@ -94,3 +95,12 @@ def test_a_master_is_made_anew_from_its_weight():
     optimizer.step()
     assert torch.equal(optimizer.state[model[0].weight]["master"], weight.float())
     assert torch.equal(model[0].weight, weight)
+
+
+def test_a_schedule_does_not_write_to_the_checkpoint_that_was_loaded():
+    """It fills a learning rate that is a tensor in place."""
+    optimizer = forge.attach(mlp(6, 8, 4), lr=torch.tensor(1e-2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    assert saved["param_groups"][0]["lr"] == torch.tensor(1e-2)
