@@ -71,7 +71,8 @@ class ForgeEmbedding(Attached, nn.Embedding):
     plain = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.owner_in_forward() is None:
+        # The options may have been set after attach.
+        if self.owner_in_forward() is None or _reason_of_options(self) is not None:
             return super().forward(input)
         return owned_embedding(input, self.weight, self.padding_idx)
 
@@ -80,10 +81,14 @@ def reason_not_fused(module: nn.Embedding) -> str | None:
     """None if the weight of ``module`` can be stepped inside its backward."""
     if type(module).forward not in (nn.Embedding.forward, ForgeEmbedding.forward):
         return f"{type(module).__name__} has a forward of its own"
+    return _reason_of_options(module) or reason_not_owned(module)
+
+
+def _reason_of_options(module: nn.Embedding) -> str | None:
     if module.max_norm is not None:
         return f"max_norm={module.max_norm} writes to the weight in every forward"
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq=True weighs a token by its batch's counts"
     if module.sparse:
         return "sparse=True asks for a sparse .grad"
-    return reason_not_owned(module)
+    return None

@@ -187,6 +187,16 @@ def test_what_is_stepped_from_grad(options, reason):
     assert {row.name: row.how for row in pair.optimizer.coverage}["embedding.weight"] == reason
 
 
+@pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True)])
+def test_an_option_that_is_set_after_attach_is_followed(option, value):
+    pair = Pair(Model())
+    pair.train(loss(IDS))
+    for model, _ in pair.sides():
+        setattr(model.embedding, option, value)
+    pair.train(loss(IDS), loss(OTHERS), loss(IDS, OTHERS))
+    pair.expect_equal()
+
+
 def test_a_subclass_with_a_forward_of_its_own_is_stepped_from_grad():
     class Scaled(nn.Embedding):
         def forward(self, ids):
