@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_megatron.kernels import without_autocast
-from forge_megatron.linear import Attached, Use, has_gradient_hook, is_callers, open_use
+from forge_megatron.linear import Attached, ForgeLinear, Use, has_gradient_hook, is_callers, open_use
 from forge_megatron.linear.untraced import untraced
 from forge_megatron.vocab.logits import Head, LogitGradient, Loss
 
@@ -28,8 +28,10 @@ class _TokenLosses(torch.autograd.Function):
             normaliser = head.normalise()
         log_sum_exp = normaliser.log_sum_exp()
         losses = log_sum_exp - (1 - loss.label_smoothing) * normaliser.picked
-        smoothed = loss.label_smoothing / head.vocabulary * normaliser.total
-        losses = losses - smoothed + loss.z_loss * log_sum_exp.square()
+        if loss.label_smoothing:
+            # Infinite where a bias of -inf takes a token out of the vocabulary.
+            losses = losses - loss.label_smoothing / head.vocabulary * normaliser.total
+        losses = losses + loss.z_loss * log_sum_exp.square()
         ctx.weight, ctx.targets, ctx.loss, ctx.use, ctx.is_callers = weight, targets, loss, use, is_callers(x)
         # The source is saved so that autograd sees a write to it; an owned weight has a check of its own.
         ctx.save_for_backward(x, bias, log_sum_exp, source if use is None else None)
@@ -82,7 +84,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., H]``, fp32, bf16 or fp16; under autocast it is cast as ``F.linear`` casts it.
-        weight: ``[V, H]``, or the head's module, whose bias is then used.
+        weight: ``[V, H]``, or the head's module, whose bias is then used, and whose forward must be ``nn.Linear``'s.
         targets: int64 ``[...]``, below V, or below ``V * tp_group.size()``.
         bias: ``[V]``.
         ignore_index: tokens with this target have no loss and no gradient.
@@ -99,10 +101,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, a value without a meaning.
+        NotImplementedError: a head whose call is more than ``F.linear`` of its weight and bias.
         IndexError: a target outside the vocabulary; on a GPU it is a device-side assertion, as torch's.
     """
-    if isinstance(weight, nn.Linear):
+    if isinstance(weight, nn.Module):
         module = weight
+        _expect_linear(module)
         weight, bias = module.weight, module.bias if bias is None else bias
         if isinstance(module, Attached):
             module.owner_in_forward()
@@ -142,6 +146,24 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, self.head, targets, **self.options)
+
+
+def _expect_linear(head: nn.Module) -> None:
+    """Raises unless a call of ``head`` is ``F.linear`` of its weight and bias."""
+    kind = type(head).__name__
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"the head is a {kind}; give an nn.Linear, or a weight [V, H] and bias=")
+    more = None
+    if "forward" in vars(head) or type(head).forward not in (nn.Linear.forward, ForgeLinear.forward):
+        more = "a forward of its own"
+    elif head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        # weight_norm, spectral_norm and prune of torch.nn.utils make the weight in one.
+        more = "hooks, which run where it is called"
+    if more is not None:
+        raise NotImplementedError(
+            f"the head, a {kind}, has {more}, and linear_cross_entropy does not call it; take F.cross_entropy of its "
+            "output, or give its weight and bias= where they are all of it"
+        )
 
 
 def _check(hidden, weight, targets, bias, label_smoothing, z_loss, reduction) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import forge_megatron as forge
@@ -108,6 +109,18 @@ def test_a_batch_without_targets(reduction):
     pair.train(batch(7, 5), NO_TARGETS, reduction=reduction)
     pair.expect_equal_losses()
     assert pair.losses[0].isnan() == (reduction == "mean")
+    pair.expect_equal()
+
+
+@backends
+def test_a_bias_takes_tokens_out_of_the_vocabulary(backend):
+    pair = Compared(Model(), backend=backend)
+    for model, _ in pair.sides():
+        with torch.no_grad():
+            model.head.bias[21:] = float("-inf")
+        model.head.bias.requires_grad_(False)
+    pair.train(batch(7, 5), TARGETS.clamp(max=20))
+    pair.expect_equal_losses()
     pair.expect_equal()
 
 
@@ -285,3 +298,29 @@ def test_refused_by_name(change, error, match):
     given = {"hidden": batch(7, WIDTH), "targets": TARGETS, **change}
     with pytest.raises(error, match=match):
         linear_cross_entropy(weight=torch.zeros(VOCABULARY, WIDTH), **given)
+
+
+class ScaledHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 8
+
+
+def hooked():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    head.register_forward_hook(lambda module, inputs, output: output / 8)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("head", "error", "match"),
+    [
+        (lambda: ScaledHead(WIDTH, VOCABULARY), NotImplementedError, "a ScaledHead, has a forward of its own"),
+        (hooked, NotImplementedError, "a Linear, has hooks, which run where it is called"),
+        (lambda: prune.identity(nn.Linear(WIDTH, VOCABULARY), "weight"), NotImplementedError, "a Linear, has hooks"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, VOCABULARY)), TypeError, "the head is a Sequential; give an nn.Linear"),
+    ],
+    ids=["forward", "hook", "pruned", "module"],
+)
+def test_a_head_that_is_more_than_a_product_is_refused(head, error, match):
+    with pytest.raises(error, match=match):
+        linear_cross_entropy(batch(7, WIDTH), head(), TARGETS)
