@@ -217,7 +217,7 @@ class Ranks:
     def _missing(self, what: str, error: RuntimeError) -> None:
         """Raises; names the ranks that do not say within a few seconds that they wait in vain, too."""
         store = dist.distributed_c10d._get_default_store()
-        key = f"forge/{'.'.join(map(str, self.members))}/{self._calls}"
+        key = f"{self._hosts.group_name}/{self._calls}"  # not another optimizer's of these ranks
         store.set(f"{key}/{self._place}", b"waits")
         silent = list(range(len(self.members)))
         end = time.monotonic() + min(_GRACE, self.timeout)
@@ -227,8 +227,9 @@ class Ranks:
         names = ", ".join(str(self.members[rank]) for rank in silent) or "none of them: the network failed"
         self._failed = (
             f"{what}: not every rank of {self.members} took part within {self.timeout:g} s; without a sign: rank "
-            f"{names}. Every rank must run as many steps as the others and end backward in step(): give a rank whose "
-            "data has ended an empty batch or stop all of them together, and look for an error on the silent rank"
+            f"{names}. Every rank must run as many steps as the others, of its optimizers in one order, and end backward "
+            "in step(): give a rank whose data has ended an empty batch or stop all of them together, and look for an "
+            "error on the silent rank"
         )
         raise RuntimeError(self._failed) from error
 

@@ -243,6 +243,22 @@ def a_rank_that_stops_where_shards_are_summed():
 
 
 @workers
+def optimizers_that_ranks_step_in_another_order():
+    """Each waits in one optimizer for a rank that waits in the other: that rank is named, and not the network."""
+    other = 1 - dist.get_rank()
+    models = [Model(), Model()]
+    optimizers = [attach(model, waiting=True, buckets=forge.Buckets(timeout=1)) for model in models]
+    before = [weights(model) for model in models]
+    for model in models:
+        loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match=rf"without a sign: rank {other}\. .*optimizers in one order"):
+        optimizers[other].step()
+    for model, held in zip(models, before, strict=True):
+        assert all(map(torch.equal, held, weights(model)))
+    dist.barrier()
+
+
+@workers
 def rows_that_torchs_functions_save():
     """They keep of a state_dict its states and groups: what does not say whose rows it has is refused."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
