@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import Tensor, nn
 
 from forge_megatron.vocab.cross_entropy import linear_cross_entropy
@@ -11,7 +13,12 @@ _CHANGES = {
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
+    "lm_head_multiplier": 1.0,
+    "logits_mup_width_multiplier": 1.0,
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
     "output_router_logits": False,
+    "z_loss_coefficient": 0.0,
 }
 
 
@@ -38,18 +45,41 @@ def causal_lm_loss(
         0-dim fp32.
 
     Raises:
-        NotImplementedError: the model's configuration changes logits or loss after the head.
+        NotImplementedError: the model does more between ``base_model``, its head and the loss, or has another loss.
     """
-    config = model.config
-    for key, neutral in _CHANGES.items():
-        value = getattr(config, key, neutral)
-        if value not in (neutral, None):
-            raise NotImplementedError(
-                f"{type(model).__name__}: config.{key}={value!r} changes what comes after the head, which is not "
-                f"built; use the model's own loss"
-            )
+    _expect_head_and_loss(model)
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs)[0]
     reduction = "mean" if num_items_in_batch is None else "sum"
     head, options = model.get_output_embeddings(), loss_options or {}
     loss = linear_cross_entropy(hidden[:, :-1], head, labels[:, 1:], reduction=reduction, **options)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _expect_head_and_loss(model: nn.Module) -> None:
+    """Raises unless the model's loss is, as far as can be told, transformers' own of the head's product."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    for key, neutral in _CHANGES.items():
+        value = getattr(config, key, neutral)
+        if value not in (neutral, None):
+            raise NotImplementedError(
+                f"{name}: config.{key}={value!r} changes what comes after the head, which is not built; use "
+                "the model's own loss"
+            )
+    # BERT has a dense layer and a norm between the two.
+    parts = model.base_model, model.get_output_embeddings()
+    other = next((child for child, module in model.named_children() if module not in parts), None)
+    if other is not None:
+        raise NotImplementedError(
+            f"{name} has a {other} beside its base_model and its head, which would not be called; use "
+            "linear_cross_entropy of the hidden states that its head takes"
+        )
+    # BART's decoder and others compute a loss of their own, of labels that are not shifted.
+    forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    loss = getattr(model.loss_function, "__name__", model.loss_function)
+    if forward is None or "loss_function" not in forward.co_names or loss != "ForCausalLMLoss":
+        own = loss if loss != "ForCausalLMLoss" else "in its forward"
+        raise NotImplementedError(
+            f"{name} has a loss of its own ({own}), and causal_lm_loss is transformers' ForCausalLMLoss; use "
+            "linear_cross_entropy with its targets"
+        )

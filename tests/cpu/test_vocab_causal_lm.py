@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 
 import forge_megatron as forge
 from forge_megatron.vocab import causal_lm_loss, logits
@@ -48,8 +57,52 @@ def test_steps_equal_torchs(tied, options, monkeypatch):
     assert tied or how["lm_head.weight"] == "fused"
 
 
-def test_logits_that_are_changed_after_the_head_are_refused():
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("final_logit_softcapping", 30.0),
+        ("lm_head_multiplier", 0.5),
+        ("logits_soft_cap", 30.0),
+        ("z_loss_coefficient", 1e-4),
+    ],
+)
+def test_logits_that_are_changed_after_the_head_are_refused(key, value):
     model = llama(False)
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM: config.final_logit_softcapping=30.0 changes"):
+    setattr(model.config, key, value)
+    with pytest.raises(NotImplementedError, match=rf"LlamaForCausalLM: config.{key}={value} changes"):
         causal_lm_loss(model, IDS, LABELS)
+
+
+def recurrent_gemma():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=50, lru_width=16, **sizes))
+
+
+def bart():
+    sizes = {"d_model": 16, "decoder_ffn_dim": 24, "decoder_layers": 1, "decoder_attention_heads": 2}
+    return BartForCausalLM(BartConfig(vocab_size=50, **sizes))
+
+
+def bert():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertLMHeadModel(BertConfig(vocab_size=50, is_decoder=True, **sizes))
+
+
+def with_a_loss_of_its_own():
+    model = llama(False)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (recurrent_gemma, r"RecurrentGemmaForCausalLM: config.logits_soft_cap=30.0 changes"),
+        (bart, r"BartForCausalLM has a loss of its own \(in its forward\)"),
+        (bert, "BertLMHeadModel has a cls beside its base_model and its head"),
+        (with_a_loss_of_its_own, r"LlamaForCausalLM has a loss of its own \(<lambda>\)"),
+    ],
+)
+def test_a_model_whose_loss_is_another_is_refused(build, match):
+    with pytest.raises(NotImplementedError, match=match):
+        causal_lm_loss(build(), IDS, LABELS)
