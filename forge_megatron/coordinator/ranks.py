@@ -227,9 +227,9 @@ class Ranks:
         names = ", ".join(str(self.members[rank]) for rank in silent) or "none of them: the network failed"
         self._failed = (
             f"{what}: not every rank of {self.members} took part within {self.timeout:g} s; without a sign: rank "
-            f"{names}. Every rank must run as many steps as the others, of its optimizers in one order, and end backward "
-            "in step(): give a rank whose data has ended an empty batch or stop all of them together, and look for an "
-            "error on the silent rank"
+            f"{names}. Every rank must run as many steps as the others, of its optimizers in one order, and end "
+            "backward in step(): give a rank whose data has ended an empty batch or stop all of them together, and "
+            "look for an error on the silent rank"
         )
         raise RuntimeError(self._failed) from error
 

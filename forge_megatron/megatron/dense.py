@@ -37,16 +37,16 @@ class Dense:
     """Of FP32Optimizer and Float16OptimizerWithFloat16Params: all is on this rank.
 
     Attributes:
-        keeps_copies: it steps fp32 copies of 16-bit parameters.
+        keeps_copies: a run without FORGE steps fp32 copies of 16-bit parameters.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parameters: Sequence[Tensor], groups: list[dict[str, Any]]):
         self.optimizer = optimizer
         self.parameters = list(parameters)
-        self.keeps_copies = self._keeps_copies()
+        self.keeps_copies = self._keeps_copies(groups)
         self._unstepped = dense_states(optimizer.config)
 
-    def _keeps_copies(self) -> bool:
+    def _keeps_copies(self, groups: list[dict[str, Any]]) -> bool:
         return isinstance(self.optimizer, Float16OptimizerWithFloat16Params)
 
     @property
@@ -151,8 +151,9 @@ class DistributedDense(Dense):
         self._wholes: dict[Tensor, dict[str, Tensor]] | None = None
         self._is_template = False
 
-    def _keeps_copies(self) -> bool:
-        return any(p.dtype.itemsize == 2 for p in self.parameters)
+    def _keeps_copies(self, groups: list[dict[str, Any]]) -> bool:
+        # Also where FORGE steps all of them, as of experts: a checkpoint has their masters among the copies.
+        return any(p.dtype.itemsize == 2 for group in groups for p in group["params"])
 
     def counted(self) -> dict[str, Any]:
         steps = [group["step"] for group in self.torch_groups if "step" in group]
