@@ -83,6 +83,20 @@ def as_started_now(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def has_its_error() -> None:
+    """In a rank that others have left waiting: they may go on."""
+    dist.distributed_c10d._get_default_store().set(f"has its error {dist.get_rank()}", "")
+
+
+def wait_for_error_of(*ranks: int) -> None:
+    """In a rank that stays away: it lives, without a sign, until these have noticed.
+
+    A rank that ended earlier would close its connections, which the others see at once, and not by the timeout.
+    """
+    names = [f"has its error {rank}" for rank in ranks]
+    dist.distributed_c10d._get_default_store().wait(names, timedelta(seconds=60))
+
+
 class Workers:
     """Functions of a test module that share one start of the processes, which costs more than they do.
 

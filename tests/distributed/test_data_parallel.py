@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import forge_megatron as forge
-from tests.distributed.ranks import Workers, run
+from tests.distributed.ranks import Workers, has_its_error, run, wait_for_error_of
 from tests.distributed.twins import SMALL, Model, Twins, expect_equal_replicas, ids, loss, weights
 
 workers = Workers()
@@ -357,13 +357,14 @@ def _a_rank_stops():
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 1:
-        time.sleep(12)
+        wait_for_error_of(0, 2)
         return None
     before, start = weights(model), time.monotonic()
     try:
         loss(model, 1).backward()
         optimizer.step()
     except RuntimeError as error:
+        has_its_error()
         return str(error), time.monotonic() - start, all(map(torch.equal, before, weights(model)))
     raise AssertionError("no error")
 
@@ -385,8 +386,9 @@ def _saved_alone():
         assert optimizer.state_dict()["forge"]["shard"] == {"rank": 0, "of": 2}
         with pytest.raises(RuntimeError, match=r"state_dict\(full=True\): not every rank .* without a sign: rank 1"):
             optimizer.state_dict(full=True)
+        has_its_error()
     else:
-        time.sleep(8)
+        wait_for_error_of(0)
     gc.collect()
 
 
