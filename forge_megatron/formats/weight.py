@@ -17,8 +17,8 @@ class Fp8Weight(Tensor):
 
     It stays what it is under ``detach()``, ``clone()``, as a slice of rows, and in a ``state_dict``, whose
     ``torch.save`` keeps codes and scales bit for bit. ``copy_`` from another one copies both; from a plain tensor it
-    rounds to the nearest codes.
-    Every other operation that writes is refused.
+    rounds to the nearest codes, and so does ``weight.data = tensor``. Every other operation that writes is refused. A
+    view of anything but rows is a dequantised copy, and what is written to it is lost.
 
     Attributes:
         codes: e4m3, of the weight's shape, contiguous.
@@ -56,6 +56,39 @@ class Fp8Weight(Tensor):
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Module.to() and share_memory() give a weight what it has already.
+        if isinstance(value, Fp8Weight) and value.codes is self.codes and value.dtype is self.dtype:
+            return
+        if value.shape != self.shape or value.device != self.device:
+            raise NotImplementedError(
+                f"a weight {list(self.shape)} on {self.device}, stored as e4m3 codes, is given .data "
+                f"{list(value.shape)} on {value.device}; change shapes and devices before attach, or after detach()"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+        if value.dtype is not self.dtype:
+            Tensor.data.__set__(self, value)
+
+    def __setitem__(self, index, value) -> None:
+        rows = slice(None) if index is Ellipsis else index
+        if not isinstance(rows, slice):
+            raise NotImplementedError(
+                f"weight[{index}] = ... of a weight that is stored as e4m3 codes, a scale for each {BLOCK} along the "
+                "row; write whole rows, weight[start:end] = ..., or copy_ the whole"
+            )
+        super().__setitem__(rows, value)
+
+    def share_memory_(self) -> Fp8Weight:
+        self.codes.share_memory_()
+        self.scales.share_memory_()
+        return self
 
     def __repr__(self, **_) -> str:
         return f"Fp8Weight({list(self.shape)}, dtype={self.dtype}, device={self.device})"

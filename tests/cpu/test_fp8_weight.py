@@ -242,6 +242,36 @@ def test_a_copy_is_stored_alike_and_a_plain_checkpoint_is_rounded_to_nearest():
     assert equal(bits(net)[:1], [Fp8Weight.of(plain[0].weight).codes.view(torch.uint8)])
 
 
+def test_what_is_put_into_a_weight_is_rounded_to_nearest():
+    """torch's writes that are no operation: torch.nn.utils and Module.to() set .data."""
+    net, _ = attached()
+    weight = net[0].weight
+    vector = torch.nn.utils.parameters_to_vector(net.parameters()).detach() / 2
+    half = weight.dequantize() / 2
+    torch.nn.utils.vector_to_parameters(vector, net.parameters())
+    assert torch.equal(weight.dequantize(), half)
+    ones = torch.ones(2, weight.shape[1], dtype=weight.dtype)
+    with torch.no_grad():
+        weight[1:3] = ones
+    assert torch.equal(weight.dequantize()[1:3], ones)
+    before = bits(net)
+    net.to("cpu", weight.dtype).share_memory()
+    assert type(net[0].weight) is Fp8Weight
+    assert weight.codes.is_shared()
+    assert equal(before, bits(net))
+
+
+@pytest.mark.parametrize("index", [0, (slice(None), 0), (0, 0)], ids=str)
+def test_a_part_of_a_row_is_not_written(index):
+    net, _ = attached()
+    before = bits(net)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="write whole rows"):
+        net[0].weight[index] = 1.0
+    with pytest.raises(NotImplementedError, match=r"is given .data \[2, 2\]"):
+        net[0].weight.data = torch.zeros(2, 2)
+    assert equal(before, bits(net))
+
+
 def test_detach_gives_ordinary_parameters_of_the_same_values():
     net, optimizer = attached()
     train(net, optimizer, range(2))
