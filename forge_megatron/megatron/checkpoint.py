@@ -269,7 +269,7 @@ def load_state_dict(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) ->
         here, there = len(group["params"]), len(theirs["params"])
         if here != there:
             raise ValueError(f"the checkpoint's parameter group has {there} parameters, the model's {here}")
-    copies = _saved_copies(layout, saved) if mixed else {}
+    copies = _saved_copies(optimizer, saved) if mixed else {}
     entries: dict[Tensor, dict] = {}
     for group, theirs in zip(layout.groups, groups, strict=True):
         for parameter, key in zip(group["params"], theirs["params"], strict=True):
@@ -296,8 +296,15 @@ def _placed(parameter: Tensor, entry: dict) -> dict:
     }
 
 
-def _saved_copies(layout: Layout, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
-    parameters = _sixteen_bit(layout)
+def _saved_copies(optimizer: ForgeMegatronOptimizer, saved: dict[str, Any]) -> dict[Tensor, Tensor]:
+    parameters = _sixteen_bit(optimizer.layout)
+    if "fp32_from_fp16_params" not in saved:
+        # A template that asks for none leaves nothing where another layout has written it.
+        state, owns = optimizer.forge.state, optimizer.layout.owns
+        asks = next((p for group in parameters for p in group if not owns(p) or "master" in state[p]), None)
+        if asks is not None:
+            raise ValueError(f"{optimizer.layout.names[asks]}: the checkpoint has no fp32 copy of it")
+        return {}
     return {
         parameters[group][index]: value
         for group, members in _items(saved["fp32_from_fp16_params"])
