@@ -1,4 +1,4 @@
-"""Heavy-ball momentum (Polyak): :mod:`.sgd` with a momentum of 0.9 unless another is given."""
+"""Heavy-ball momentum (Polyak): :mod:`.sgd` with a momentum of 0.9 unless another is given. Weight decay is L2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""APOLLO-mini: :mod:`.apollo` at rank 1, with one factor for the whole tensor (arXiv:2412.05270, section 4.3)."""
+"""APOLLO-mini: :mod:`.apollo` at rank 1, with one factor for the whole tensor (arXiv:2412.05270, section 4.3).
+
+Weight decay is decoupled, and last.
+"""
 
 from __future__ import annotations
 
