@@ -283,13 +283,17 @@ def test_the_bytes_that_fall_at_the_end_of_backward_are_the_owned_weights(rehear
 
 def test_in_the_committed_ladder_of_muon_the_missing_gradients_are_those_of_the_owned_weights():
     """To the byte; the allocator's blocks, which are larger than their tensors, to a percent from 4B on."""
-    rows = report.merged(json.loads((spec.BENCHES / "results" / "h200_muon.json").read_text()))
-    assert len(rows) == 6
+    names = ("h200_muon", "h200_muon_0p6b_1p7b")
+    logs = [json.loads((spec.BENCHES / "results" / f"{name}.json").read_text()) for name in names]
+    rows = {place: row for log in logs for place, row in report.merged(log).items()}
+    assert {place.split("/")[0] for place in rows} == {f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b")}
+    assert len(rows) == 8
     for place, row in rows.items():
-        stored, fused = row["muon-stored"], row["muon-fused"]
-        assert stored["pools"]["gradients"] - fused["pools"]["gradients"] == fused["owned_weight_bytes"]
-        assert fused["owned_weight_bytes"] > 0.99 * stored["pools"]["weights"]
-        assert report.removed(row, "muon-fused")[2] is not place.startswith("qwen3-0.6b")
+        for end in ("", "-captured") if "muon-fused-captured" in row else ("",):
+            stored, fused = row["muon-stored" + end], row["muon-fused" + end]
+            assert stored["pools"]["gradients"] - fused["pools"]["gradients"] == fused["owned_weight_bytes"]
+            assert fused["owned_weight_bytes"] > 0.99 * stored["pools"]["weights"]
+        assert report.removed(row, "muon-fused")[2] is place.startswith(("qwen3-4b", "qwen3-8b"))
 
 
 def log(*answers, **of_bench):
