@@ -36,7 +36,9 @@ def stay_beside_ddp(model: nn.Module, optimizer: ForgeOptimizer) -> None:
 @untraced
 def _enter(model: nn.Module, _) -> None:
     wrapper = DistributedDataParallel._active_ddp_module
-    for optimizer in list(_attached.get(model, ())) if wrapper is not None else ():
+    if wrapper is None:
+        return
+    for optimizer in list(_attached.get(model, ())):
         if optimizer.owned:
             optimizer.enter_wrapper(wrapper)
 
